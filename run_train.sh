@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Starts training: ./run_train.sh [--section.key value ...]
+#
+#   CONFIG_FILE  TOML file (default ./train_configs/debug_model.toml)
+#   NGPU         processes on this node (default: its GPUs; without any, 2 on the CPU)
+#   LOG_RANK     local ranks whose output is shown, as 0,1 (default 0)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same call on each
+#   PYTHON       interpreter to start from (default python3; see scripts/setup.sh)
+set -euo pipefail
+
+CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_model.toml}
+if [[ -f $CONFIG_FILE ]]; then  # a path as the caller sees it, else one in the repository
+    CONFIG_FILE=$(cd "$(dirname "$CONFIG_FILE")" && pwd)/$(basename "$CONFIG_FILE")
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source scripts/setup.sh train
+
+# A mistake in the configuration is told once, in a second, and not by every rank.
+"$PYTHON" -m torchtitan_dmuon.config --job.config_file "$CONFIG_FILE" "$@"
+for argument in "$@"; do
+    if [[ $argument == --help || $argument == -h ]]; then
+        exit 0
+    fi
+done
+
+NNODES=${NNODES:-1}
+if [[ -z ${NGPU:-} || -z ${OMP_NUM_THREADS:-} ]]; then
+    machine=$("$PYTHON" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
+    read -r gpus cores <<<"$machine"
+    NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
+    if ((gpus == 0)); then  # glibc would keep freed buffers of collectives in its arenas: hand large ones back
+        export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1048576}
+    fi
+    if ((gpus == 0)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then
+        export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
+    fi
+fi
+if [[ -z ${PYTORCH_ALLOC_CONF:-} && -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True
+fi
+
+if ((NNODES == 1)); then
+    rendezvous=(--standalone)  # on a free port, so that two runs on one host do not meet
+else
+    if [[ -z ${MASTER_ADDR:-} || -z ${NODE_RANK:-} ]]; then
+        echo "error: NNODES=$NNODES needs MASTER_ADDR (host of node 0) and NODE_RANK (0 to $((NNODES - 1)))" >&2
+        exit 1
+    fi
+    # Node 0 serves the rendezvous even where its own name for itself is not MASTER_ADDR.
+    rendezvous=(
+        --nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "${MASTER_PORT:-29500}"
+        --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf "is_host=$((NODE_RANK == 0))"
+    )
+fi
+
+# exec: signals reach the launcher, and its exit code is ours.
+exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" \
+    --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
+    train.py --job.config_file "$CONFIG_FILE" "$@"
