@@ -1,0 +1,307 @@
+"""Loading a JobConfig: precedence, types, ranges, error lines and placeholders."""
+
+import dataclasses
+
+import pytest
+
+from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_dict, load_config
+from torchtitan_dmuon.config.job_config import KEYS, SECTIONS
+from torchtitan_dmuon.config.unsupported import UNSUPPORTED
+
+
+def error_of(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as info:
+        load_config(argv)
+    message = str(info.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def value_of(config: JobConfig, name: str):
+    value = config_to_dict(config)
+    for part in name.split("."):
+        value = value[part]
+    return value
+
+
+# ---- sources and precedence
+
+
+def test_no_arguments_give_the_defaults():
+    assert load_config([]) == JobConfig()
+    assert load_config([]).optimizer.name == "DMuon"
+    assert load_config([]).compile.components == ["model", "loss"]
+
+
+def test_command_line_over_toml_over_defaults(toml):
+    argv = toml("[training]\nsteps = 300\nseq_len = 64\n[training.dataloader]\nnum_workers = 2\n")
+    config = load_config([*argv, "--training.steps", "400", "--training.dataloader.pin_memory"])
+    assert (config.training.steps, config.training.seq_len, config.training.gc_freq) == (400, 64, 50)
+    assert (config.training.dataloader.num_workers, config.training.dataloader.pin_memory) == (2, True)
+    assert config.job.config_file == "c.toml"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "expected"),
+    [
+        (["--training.steps=500"], "training.steps", 500),
+        (["--training.seq-len", "64"], "training.seq_len", 64),
+        (["--lr-scheduler.warmup-steps=7"], "lr_scheduler.warmup_steps", 7),
+        (["--training.steps", "500", "--training.steps", "600"], "training.steps", 600),
+        (["--checkpoint.load_step", "-1"], "checkpoint.load_step", -1),
+        (["--training.global_batch_size=-1"], "training.global_batch_size", -1),
+        (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
+        (["--optimizer.lr", "1e-3"], "optimizer.lr", 0.001),
+        (["--checkpoint.enable"], "checkpoint.enable", True),
+        (["--checkpoint.enable", "--training.steps", "500"], "checkpoint.enable", True),
+        (["--checkpoint.enable", "true"], "checkpoint.enable", True),
+        (["--dmuon.nesterov", "false"], "dmuon.nesterov", False),
+        (["--dmuon.nesterov=False"], "dmuon.nesterov", False),
+        (["--dmuon.include", "a.*", "b.*"], "dmuon.include", ["a.*", "b.*"]),
+        (["--dmuon.include", "a.*,b.*"], "dmuon.include", ["a.*", "b.*"]),
+        (["--compile.components="], "compile.components", []),
+        (["--dmuon.adamw_lr", "none"], "dmuon.adamw_lr", None),
+        (["--lr_scheduler.total_steps", "300"], "lr_scheduler.total_steps", 300),
+        (["--activation_checkpoint.mode", "none"], "activation_checkpoint.mode", "none"),
+        (["--job.description", "a=b c"], "job.description", "a=b c"),
+        (
+            ["--activation_checkpoint.selective_ac_option", "op"],
+            "activation_checkpoint.selective_ac_option",
+            "op",
+        ),
+    ],
+)
+def test_command_line_forms(argv, name, expected):
+    value = value_of(load_config(argv), name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_the_command_line_none_overrides_toml(toml):
+    argv = toml("[dmuon]\nadamw_lr = 0.5\n")
+    assert load_config(argv).dmuon.adamw_lr == 0.5
+    assert load_config([*argv, "--dmuon.adamw_lr", "none"]).dmuon.adamw_lr is None
+
+
+def test_toml_int_becomes_float(toml):
+    lr = load_config(toml("[optimizer]\nlr = 1\n")).optimizer.lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+def test_config_is_frozen_and_shares_no_lists():
+    config = load_config([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.training.steps = 3
+    config.dmuon.include.append("x")
+    config.compile.components.clear()
+    assert load_config([]) == JobConfig()
+    assert JobConfig().compile.components == ["model", "loss"]
+
+
+# ---- refused values
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--training.steps 1e3", "training.steps (command line): found '1e3', expected int >= 1"),
+        ("--training.steps true", "training.steps (command line): found 'true', expected int >= 1"),
+        ("--training.steps none", "training.steps (command line): found 'none', expected int >= 1"),
+        ("--training.steps 0", "training.steps (command line): found 0, expected int >= 1"),
+        (
+            "--training.global_batch_size 0",
+            "training.global_batch_size (command line): found 0, expected int >= 1, or -1",
+        ),
+        ("--optimizer.lr -1e-3", "optimizer.lr (command line): found -0.001, expected float >= 0"),
+        ("--optimizer.lr nan", "optimizer.lr (command line): found nan, expected float >= 0"),
+        ("--optimizer.beta2 1", "optimizer.beta2 (command line): found 1.0, expected float >= 0 and < 1"),
+        ("--training.max_norm 0", "training.max_norm (command line): found 0.0, expected float > 0"),
+        (
+            "--lr_scheduler.decay_ratio 1.5",
+            "lr_scheduler.decay_ratio (command line): found 1.5, expected float >= 0 and <= 1, or none",
+        ),
+        ("--checkpoint.enable 1", "checkpoint.enable (command line): found '1', expected true or false"),
+        ("--dmuon.mode z1", "dmuon.mode (command line): found 'z1', expected one of 'z2', 'z3'"),
+        (
+            "--compile.components model,optimizer",
+            "compile.components (command line): found ['model', 'optimizer'], expected list of 'model', 'loss'",
+        ),
+        ("--training.steps", "command line: argument --training.steps: expected one argument"),
+        ("--training.steps 5 6", "command line: found '6', expected --section.key value"),
+        ("-x", "command line: found '-x', expected --section.key value"),
+        ("--", "command line: found '--', expected --section.key value"),
+    ],
+)
+def test_refused_on_the_command_line(argv, message):
+    assert error_of(argv.split()) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nsteps = true", "training.steps (c.toml): found True, expected int >= 1"),
+        ("[training]\nsteps = 1e3", "training.steps (c.toml): found 1000.0, expected int >= 1"),
+        ("[training]\nsteps = '5'", "training.steps (c.toml): found '5', expected int >= 1"),
+        ("[training]\nsteps = {a = 1}", "training.steps (c.toml): found {'a': 1}, expected int >= 1"),
+        ("[optimizer]\nlr = true", "optimizer.lr (c.toml): found True, expected float >= 0"),
+        ("[optimizer]\nlr = inf", "optimizer.lr (c.toml): found inf, expected float >= 0"),
+        ("[checkpoint]\nenable = 1", "checkpoint.enable (c.toml): found 1, expected true or false"),
+        ("[dmuon]\ninclude = 'a'", "dmuon.include (c.toml): found 'a', expected list of str"),
+        ("[dmuon]\ninclude = [1]", "dmuon.include (c.toml): found [1], expected list of str"),
+        (
+            "[activation_checkpoint]\nselective_ac_option = 2",
+            "activation_checkpoint.selective_ac_option (c.toml): found 2, expected str",
+        ),
+        ("training = 5", "training (c.toml): found 5, expected a table [training]"),
+        (
+            "[training]\ndataloader = 5",
+            "training.dataloader (c.toml): found 5, expected a table [training.dataloader]",
+        ),
+        ("[job]\nconfig_file = 'd.toml'", "job.config_file (c.toml): expected on the command line only"),
+        ("[job]\ndescription = 'a\nb'", "c.toml: not valid TOML: "),
+    ],
+)
+def test_refused_in_toml(toml, text, message):
+    found = error_of(toml(text))
+    assert found.startswith(message) if message.endswith(": ") else found == message
+
+
+def test_a_huge_integer_is_no_float(toml):
+    assert error_of(toml(f"[optimizer]\nlr = {10**400}")) == "optimizer.lr (c.toml): found inf, expected float >= 0"
+
+
+def test_unreadable_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = "job.config_file (command line): cannot read 'no.toml': No such file or directory"
+    assert error_of(["--job.config_file", "no.toml"]) == missing
+    folder = "job.config_file (command line): cannot read '.': Is a directory"
+    assert error_of(["--job.config_file", "."]) == folder
+    (tmp_path / "latin.toml").write_bytes(b"[job]\ndescription = '\xff'\n")
+    assert error_of(["--job.config_file", "latin.toml"]).startswith("latin.toml: not valid TOML: 'utf-8' codec")
+
+
+# ---- unknown and unsupported names
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--training.step 5", "training.step (command line): unknown key, nearest is training.steps"),
+        ("--trainin.steps=5", "trainin.steps (command line): unknown key, nearest is training.steps"),
+        (
+            "--optimizer.momentum .9",
+            "optimizer.momentum (command line): unknown key, nearest is dmuon.momentum",
+        ),
+        ("--training 5", "training (command line): unknown key, nearest is training.steps"),
+        ("--training.seed 5", "training.seed (command line): unknown key, nearest is debug.seed"),
+    ],
+)
+def test_unknown_on_the_command_line(argv, message):
+    assert error_of(argv.split()) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nstep = 5", "training.step (c.toml): unknown key, nearest is training.steps"),
+        ("[trainin]\nsteps = 5", "trainin (c.toml): unknown section, nearest is training"),
+        (
+            "[training.dataloder]\n",
+            "training.dataloder (c.toml): unknown section, nearest is training.dataloader",
+        ),
+        ("steps = 5", "steps (c.toml): unknown key, nearest is training.steps"),
+        ("'training.steps' = 5", "training.steps (c.toml): unknown key, nearest is training.steps"),
+        ('"a\\nb" = 5', "a\\nb (c.toml): unknown key, nearest is compile.enable"),
+    ],
+)
+def test_unknown_in_toml(toml, text, message):
+    assert error_of(toml(text)) == message
+
+
+def test_unsupported_keys_are_refused_even_at_their_default(toml):
+    message = "this TorchTitan feature does not exist in torchtitan_dmuon: not built yet"
+    degree = "[parallelism]\ntensor_parallel_degree = 1"
+    assert error_of(toml(degree)) == f"parallelism.tensor_parallel_degree (c.toml): {message}"
+    argv = ["--parallelism.tensor-parallel-degree", "1"]
+    assert error_of(argv) == f"parallelism.tensor_parallel_degree (command line): {message}"
+    assert error_of(toml("[quantize.linear.mx]\nfilter_fqns = []")) == f"quantize (c.toml): {message}"
+    argv = ["--quantize.linear.float8.emulate"]
+    assert error_of(argv) == f"quantize.linear.float8.emulate (command line): {message}"
+    assert error_of(toml("[validation.dataloader]\nnum_workers = 0")).startswith("validation.dataloader (c.toml): this")
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_every_unsupported_name_is_refused_with_its_reason(name):
+    message = f"this TorchTitan feature does not exist in torchtitan_dmuon: {UNSUPPORTED[name]}"
+    assert error_of([f"--{name}", "x"]) == f"{name} (command line): {message}"
+    assert name not in KEYS and name not in SECTIONS
+
+
+# ---- keys that contradict each other
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "--training.steps 10",
+            "lr_scheduler.warmup_steps (default): found 200, expected 0 to 10, the length of the schedule",
+        ),
+        (
+            "--lr_scheduler.total_steps 10 --lr_scheduler.warmup_steps 11",
+            "lr_scheduler.warmup_steps (command line): found 11, expected 0 to 10, the length of the schedule",
+        ),
+        (
+            "--profiling.enable_profiling --profiling.profile_freq 3",
+            "profiling.profile_freq (command line): found 3, expected at least profiler_warmup + profiler_active = 4",
+        ),
+        (
+            "--activation_checkpoint.selective_ac_option 0",
+            "activation_checkpoint.selective_ac_option (command line): found '0', "
+            "expected 'op' or a positive integer as a string",
+        ),
+        (
+            "--training.dataset text",
+            "training.dataset_path (default): found none, expected a glob or folder because training.dataset is 'text'",
+        ),
+        (
+            "--training.dataset_path d",
+            "training.dataset_path (command line): found 'd', expected none because training.dataset is 'stdlib'",
+        ),
+        (
+            "--validation.enable --validation.dataset bin",
+            "validation.dataset_path (default): found none, expected a glob or folder because "
+            "validation.dataset is 'bin'",
+        ),
+        (
+            "--training.dataloader.persistent_workers",
+            "training.dataloader.persistent_workers (command line): found True, "
+            "expected training.dataloader.num_workers > 0 with it",
+        ),
+    ],
+)
+def test_contradictions(argv, message):
+    assert error_of(argv.split()) == message
+
+
+def test_what_is_switched_off_does_not_contradict():
+    assert load_config(["--profiling.profile_freq", "3"]).profiling.profile_freq == 3
+    assert load_config(["--validation.dataset", "bin"]).validation.dataset == "bin"
+
+
+# ---- placeholders
+
+
+def test_placeholders_see_the_final_config(toml):
+    argv = toml('[job]\ndump_folder = "o/{model.flavor}-{optimizer.name}"\n[model]\nflavor = "a"\n')
+    assert load_config([*argv, "--model.flavor", "b"]).job.dump_folder == "o/b-DMuon"
+    text = "{optimizer.lr} {dmuon.nesterov} {training.dataloader.num_workers} {{x}}"
+    assert load_config(["--job.description", text]).job.description == "0.0008 true 0 {x}"
+
+
+@pytest.mark.parametrize("name", ["x", "model.flavour", "job.dump_folder", "dmuon.adamw_lr", "dmuon.include", ""])
+def test_unknown_placeholders(name):
+    assert error_of(["--job.dump_folder", "o/{" + name + "}"]) == (
+        f"job.dump_folder (command line): found placeholder {{{name}}}, "
+        "expected {section.key} of a single value that is set, outside [job]"
+    )

@@ -1,0 +1,1 @@
+"""A pretraining stack whose optimizer is a distributed Muon with dedicated ownership."""

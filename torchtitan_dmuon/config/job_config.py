@@ -1,0 +1,305 @@
+"""Every configuration key: its type, default, allowed values and meaning, declared once.
+
+The declarations are also the `--help` text and the checks (`key` says how). Reading TOML and the command line
+is in `loading`; what a key does to a run is in the module that uses it.
+"""
+# ruff: noqa: RUF009  (`key` is dataclasses.field with the rules of a configuration key)
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import get_args, get_origin
+
+from torchtitan_dmuon.config.key import KeySpec, key
+
+
+@dataclass(frozen=True)
+class Job:
+    """The run as a whole."""
+
+    config_file: str | None = key(None, "TOML file to read; command line only", compare=False)
+    dump_folder: str = key(
+        "./outputs", "folder of everything the run writes; {section.key} is replaced by that key's value"
+    )
+    description: str = key("default job", "free text for the log; {section.key} is replaced as in dump_folder")
+    print_config: bool = key(False, "print the resolved config at start")
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """torch.profiler traces and CUDA memory snapshots."""
+
+    enable_profiling: bool = key(False, "write a torch.profiler trace every profile_freq steps")
+    save_traces_folder: str = key("profile_traces", "trace folder inside job.dump_folder")
+    profile_freq: int = key(10, "steps from one trace (or memory snapshot) to the next", minimum=1)
+    profiler_active: int = key(1, "steps recorded in one trace", minimum=1)
+    profiler_warmup: int = key(3, "steps the profiler runs before it records", minimum=0)
+    enable_memory_snapshot: bool = key(False, "write CUDA memory snapshots, also when memory runs out")
+    save_memory_snapshot_folder: str = key("memory_snapshot", "snapshot folder inside job.dump_folder")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Log lines and TensorBoard."""
+
+    log_freq: int = key(10, "steps between two log lines", minimum=1)
+    enable_tensorboard: bool = key(False, "write TensorBoard event files")
+    disable_color_printing: bool = key(False, "log without ANSI colors")
+    save_tb_folder: str = key("tb", "TensorBoard folder inside job.dump_folder")
+    save_for_all_ranks: bool = key(False, "write metrics on every rank instead of rank 0 only")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which model, and its tokenizer."""
+
+    name: str = key("llama3", "model family, a folder of models/")
+    flavor: str = key("debugmodel", "size of the family to build")
+    hf_assets_path: str | None = key(None, "folder with tokenizer.json; none is the byte-level tokenizer")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer. With DMuon, the AdamW keys are for what Muon leaves out: embeddings, norms, head."""
+
+    name: str = key("DMuon", "optimizer", choices=("DMuon", "AdamW"))
+    lr: float = key(8e-4, "peak learning rate, for DMuon also the AdamW one unless dmuon.adamw_lr is set", minimum=0)
+    beta1: float = key(0.9, "AdamW decay of the first moment", minimum=0, below=1)
+    beta2: float = key(0.95, "AdamW decay of the second moment", minimum=0, below=1)
+    eps: float = key(1e-8, "AdamW term added to the denominator", minimum=0)
+    weight_decay: float = key(0.1, "decoupled weight decay", minimum=0)
+    implementation: str = key("fused", "AdamW implementation", choices=("for-loop", "foreach", "fused"))
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """Learning rate: linear warm-up, stable phase, decay."""
+
+    warmup_steps: int = key(200, "steps of linear warm-up; the last of them is at the peak", minimum=0)
+    total_steps: int | None = key(None, "length of the schedule; none is training.steps", minimum=1)
+    decay_ratio: float | None = key(
+        None, "share of all steps that decay; none decays over everything after warm-up", minimum=0, maximum=1
+    )
+    decay_type: str = key("linear", "shape of the decay", choices=("linear", "sqrt", "cosine"))
+    min_lr_factor: float = key(0.0, "factor of the peak that the decay approaches", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class DataLoader:
+    """The training data loader."""
+
+    num_workers: int = key(0, "worker processes; 0 loads in the trainer's own process", minimum=0)
+    persistent_workers: bool = key(False, "keep workers alive between epochs; needs num_workers > 0")
+    pin_memory: bool = key(False, "copy batches to page-locked memory")
+    prefetch_factor: int | None = key(None, "batches loaded ahead by a worker; needs num_workers > 0", minimum=1)
+
+
+_DATASETS = ("stdlib", "text", "jsonl", "bin")
+_PRECISIONS = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Data, batch, length and precision of the training loop."""
+
+    dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=_DATASETS)
+    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib")
+    text_key: str = key("text", "field of a jsonl record that holds the text")
+    local_batch_size: int = key(8, "sequences of one micro-batch on one data-parallel rank", minimum=1)
+    global_batch_size: int = key(
+        -1,
+        "sequences of one optimizer step over all ranks; -1 is one micro-batch on each",
+        minimum=1,
+        special=-1,
+    )
+    seq_len: int = key(2048, "tokens of one sequence", minimum=1)
+    max_norm: float = key(1.0, "gradient norm above which gradients are clipped", above=0)
+    steps: int = key(10000, "optimizer steps of the run", minimum=1)
+    mixed_precision_param: str = key("bfloat16", "dtype of weights in forward and backward", choices=_PRECISIONS)
+    mixed_precision_reduce: str = key("float32", "dtype of gradient reduction", choices=_PRECISIONS)
+    gc_freq: int = key(50, "steps between two Python garbage collections", minimum=1)
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How ranks divide the work."""
+
+    data_parallel_shard_degree: int = key(-1, "ranks that shard the model; -1 is all of them", minimum=1, special=-1)
+    fsdp_reshard_after_forward: str = key(
+        "default", "free unsharded FSDP2 weights after forward", choices=("default", "always", "never")
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving and resuming."""
+
+    enable: bool = key(False, "save checkpoints, and resume from the folder when it holds one")
+    folder: str = key("checkpoint", "checkpoint folder inside job.dump_folder")
+    interval: int = key(500, "steps between two checkpoints", minimum=1)
+    keep_latest_k: int = key(10, "checkpoints kept; 0 keeps all", minimum=0)
+    load_step: int = key(-1, "step to resume from; -1 is the latest", minimum=-1)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """Recomputing activations in backward."""
+
+    mode: str = key("selective", "what is recomputed", choices=("selective", "full", "none"))
+    selective_ac_option: str = key("2", "'op' keeps expensive operations, an integer n recomputes every n-th layer")
+    early_stop: bool = key(False, "stop recomputing once everything needed is there")
+    preserve_rng_state: bool = key(True, "recompute with the random state of the forward")
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile."""
+
+    enable: bool = key(False, "compile the components")
+    components: list[str] = key(["model", "loss"], "what is compiled", choices=("model", "loss"))
+    backend: str = key("inductor", "torch.compile backend")
+
+
+@dataclass(frozen=True)
+class Comm:
+    """Process group timeouts."""
+
+    init_timeout_seconds: int = key(300, "timeout of collectives up to the first finished step", minimum=1)
+    train_timeout_seconds: int = key(100, "timeout of collectives after the first step", minimum=1)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Loss on held-out data."""
+
+    enable: bool = key(False, "run validation")
+    dataset: str = key("stdlib", "kind of data, as training.dataset", choices=_DATASETS)
+    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib")
+    local_batch_size: int = key(8, "sequences of one batch on one data-parallel rank", minimum=1)
+    seq_len: int = key(2048, "tokens of one sequence", minimum=1)
+    freq: int = key(10, "training steps between two validations", minimum=1)
+    steps: int = key(-1, "batches of one validation; -1 is all the data", minimum=1, special=-1)
+
+
+@dataclass(frozen=True)
+class Debug:
+    """Reproducibility."""
+
+    seed: int = key(0, "seed of initial weights and data order", minimum=0, maximum=2**63 - 1)
+    deterministic: bool = key(False, "use deterministic algorithms; slower")
+    deterministic_warn_only: bool = key(False, "warn instead of failing where there is no deterministic algorithm")
+
+
+@dataclass(frozen=True)
+class DMuon:
+    """The distributed Muon optimizer and its ownership runtime; used when optimizer.name is DMuon."""
+
+    momentum: float = key(0.95, "Muon momentum", minimum=0, below=1)
+    nesterov: bool = key(True, "Nesterov momentum")
+    ns_steps: int = key(5, "Newton-Schulz iterations", minimum=1)
+    ns_backend: str = key("gram", "Newton-Schulz form", choices=("gram", "direct"))
+    ns_coefficients: str = key(
+        "polar_express", "Newton-Schulz coefficients", choices=("polar_express", "kj", "you", "deepseek_v4")
+    )
+    scale: str = key("match_rms_adamw", "scale of the update: 0.2 * sqrt(max(m, n))", choices=("match_rms_adamw",))
+    adamw_lr: float | None = key(None, "peak AdamW learning rate; none is optimizer.lr", minimum=0)
+    mode: str = key(
+        "z3",
+        "packed weights: z3 frees them after forward, z2 keeps them until backward",
+        choices=("z2", "z3"),
+    )
+    prefetch: int = key(1, "units unsharded ahead of the one that computes", minimum=0)
+    include: list[str] = key([], "FQN globs of parameters to train with Muon beside the default ones")
+    exclude: list[str] = key([], "FQN globs of parameters to leave out of Muon")
+    process_group_policy: str = key(
+        "isolated", "DMuon's own process groups, or those of the trainer", choices=("isolated", "shared")
+    )
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """The resolved configuration of a run, one field a TOML section. Immutable; made by `load_config`."""
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    comm: Comm = field(default_factory=Comm)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
+    dmuon: DMuon = field(default_factory=DMuon)
+
+
+def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            yield path + f.name, f.type
+            yield from _sections(f.type, f"{path}{f.name}.")
+
+
+def _key_specs() -> Iterator[KeySpec]:
+    for section, cls in SECTIONS.items():
+        for f in fields(cls):
+            if not is_dataclass(f.type):
+                optional = type(None) in get_args(f.type)
+                declared = get_args(f.type)[0] if optional else f.type
+                default = f.default_factory() if f.default is MISSING else f.default
+                yield KeySpec(f"{section}.{f.name}", get_origin(declared) or declared, optional, default, **f.metadata)
+
+
+SECTIONS: dict[str, type] = dict(_sections(JobConfig, ""))
+KEYS: dict[str, KeySpec] = {spec.name: spec for spec in _key_specs()}
+
+
+def schedule_conflicts(warmup_steps: int, total_steps: int, decay_ratio: float | None) -> Iterator[tuple[str, str]]:
+    """What is wrong with a learning-rate schedule, as (key, problem) pairs."""
+    if not 0 <= warmup_steps <= total_steps:
+        yield (
+            "lr_scheduler.warmup_steps",
+            f"found {warmup_steps}, expected 0 to {total_steps}, the length of the schedule",
+        )
+    if decay_ratio is not None and not 0 <= decay_ratio <= 1:
+        yield "lr_scheduler.decay_ratio", f"found {decay_ratio}, expected 0 to 1"
+
+
+def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong between keys that are each valid alone, as (key, problem) pairs."""
+    schedule, training, profiling = config.lr_scheduler, config.training, config.profiling
+    total_steps = training.steps if schedule.total_steps is None else schedule.total_steps
+    yield from schedule_conflicts(schedule.warmup_steps, total_steps, schedule.decay_ratio)
+
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        expected = f"at least profiler_warmup + profiler_active = {cycle}"
+        yield "profiling.profile_freq", f"found {profiling.profile_freq}, expected {expected}"
+
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) >= 1):
+        problem = f"found {option!r}, expected 'op' or a positive integer as a string"
+        yield "activation_checkpoint.selective_ac_option", problem
+
+    used = [("training", training)] + ([("validation", config.validation)] if config.validation.enable else [])
+    for section, data in used:
+        if (data.dataset == "stdlib") != (data.dataset_path is None):
+            found = "none" if data.dataset_path is None else repr(data.dataset_path)
+            expected = "none" if data.dataset == "stdlib" else "a glob or folder"
+            problem = f"found {found}, expected {expected} because {section}.dataset is {data.dataset!r}"
+            yield f"{section}.dataset_path", problem
+
+    loader = training.dataloader
+    for name, value in (
+        ("persistent_workers", loader.persistent_workers),
+        ("prefetch_factor", loader.prefetch_factor),
+    ):
+        if value and loader.num_workers == 0:
+            yield (
+                f"training.dataloader.{name}",
+                f"found {value}, expected training.dataloader.num_workers > 0 with it",
+            )
