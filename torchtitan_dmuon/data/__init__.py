@@ -1,0 +1,25 @@
+"""Data: tokenizers, corpora, samples and the resumable loader. Re-exports only."""
+
+from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, build_dataset, sample_order
+from torchtitan_dmuon.data.errors import DataError
+from torchtitan_dmuon.data.loader import TokenLoader, build_loader
+from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_shard, write_shard
+from torchtitan_dmuon.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+
+__all__ = [
+    "IGNORE_INDEX",
+    "ByteTokenizer",
+    "DataError",
+    "HuggingFaceTokenizer",
+    "PackedDataset",
+    "ShardWriter",
+    "TokenLoader",
+    "TokenStream",
+    "Tokenizer",
+    "build_dataset",
+    "build_loader",
+    "build_tokenizer",
+    "read_shard",
+    "sample_order",
+    "write_shard",
+]

@@ -1,0 +1,222 @@
+"""Corpora: named sources of documents, turned into one flat token stream.
+
+Text-like corpora (`stdlib`, `text`, `jsonl`) are tokenized once into a cache shard that every process of a
+host maps; `bin` corpora are tokenized already. Every document is followed by the tokenizer's separator. How
+the stream is cut into samples is the matter of `dataset.py`.
+"""
+
+import fcntl
+import glob
+import hashlib
+import json
+import logging
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from torchtitan_dmuon.data.errors import DataError
+from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_header
+from torchtitan_dmuon.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+CORPORA = ("stdlib", "text", "jsonl", "bin")
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Files and how to read their documents.
+
+    `names` identify the files in the cache key; `read(file)` yields the text of each document of one file.
+    """
+
+    kind: str
+    files: tuple[Path, ...]
+    names: tuple[str, ...]
+    read: Callable[[Path], Iterator[str]]
+
+
+def find_files(pattern: str, suffix: str, *, key: str) -> tuple[Path, ...]:
+    """The sorted files of a glob (`**` allowed), of a folder, or the one file itself.
+
+    Of a folder, the files that end in `suffix` at any depth; hidden files and folders are left out. `key` is
+    the name of the setting, for the message.
+
+    Raises:
+        DataError: nothing matches.
+    """
+    path = Path(pattern).expanduser()
+    glob_pattern = f"{glob.escape(str(path))}/**/*{suffix}" if path.is_dir() else str(path)
+    files = [Path(name) for name in glob.glob(glob_pattern, recursive=True)]
+    files = sorted(file for file in files if file.is_file())
+    if not files and path.is_file():  # a name with glob characters in it
+        files = [path]
+    if not files:
+        kind = f"folder holds no '*{suffix}' file" if path.is_dir() else "matches no file"
+        raise DataError(
+            f"{key} = {pattern!r}: {kind}; give a file, a folder or a glob such as 'data/*{suffix or '.txt'}'"
+        )
+    return tuple(files)
+
+
+def _open(file: Path) -> TextIO:
+    try:
+        return file.open(encoding="utf-8", errors="ignore")
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}; remove it from the corpus") from error
+
+
+def read_text(file: Path) -> Iterator[str]:
+    """The whole file as one document; bytes that are not UTF-8 are left out."""
+    with _open(file) as content:
+        yield content.read()
+
+
+def read_jsonl(file: Path, text_key: str) -> Iterator[str]:
+    """One document a line: the string under `text_key`. Empty lines are skipped.
+
+    Raises:
+        DataError: a line that is not a JSON object with a string under that key.
+    """
+    with _open(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}, line {number} is not valid JSON: {error}") from error
+            text = record.get(text_key) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise DataError(f"{file}, line {number} has no text under the key {text_key!r}: set text_key")
+            yield text
+
+
+def stdlib_documents() -> Documents:
+    """The `.py` files of the running interpreter's standard library, sorted by relative path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    names = sorted(name for name in found if not _NOT_STDLIB.intersection(name.split("/")))
+    return Documents("stdlib", tuple(found[name] for name in names), tuple(names), read_text)
+
+
+def find_documents(name: str, path: str | None, text_key: str, *, section: str = "training") -> Documents:
+    """The documents of a text-like corpus: "stdlib", "text" or "jsonl".
+
+    Args:
+        name, path, text_key: values of the keys `dataset`, `dataset_path` and the JSON key of the text.
+        section: the TOML section they come from, for messages.
+
+    Raises:
+        DataError: unknown name, or a path that is missing, unneeded or matches nothing.
+    """
+    key = f"{section}.dataset_path"
+    if name == "stdlib":
+        if path:
+            raise DataError(f"{key} = {path!r} is not used by dataset 'stdlib': remove it, or set dataset to 'text'")
+        return stdlib_documents()
+    if name not in ("text", "jsonl"):
+        raise DataError(f"{section}.dataset = {name!r} is unknown: choose one of {', '.join(CORPORA)}")
+    if not path:
+        raise DataError(f"{key} is not set: dataset {name!r} needs a file, a folder or a glob")
+    files = find_files(path, ".jsonl" if name == "jsonl" else "", key=key)
+    names = tuple(str(file.resolve()) for file in files)
+    if name == "text":
+        return Documents("text", files, names, read_text)
+    return Documents(f"jsonl:{text_key}", files, names, lambda file: read_jsonl(file, text_key))
+
+
+def _cache_file(documents: Documents, tokenizer: Tokenizer, cache_folder: Path) -> Path:
+    stats = [file.stat() for file in documents.files]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(documents.names, stats, strict=True)]
+    key = json.dumps([documents.kind, tokenizer.fingerprint, tokenizer.vocab_size, files])
+    digest = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).hexdigest()
+    return cache_folder / f"{documents.kind.split(':')[0]}-{digest[:16]}.bin"
+
+
+def _write_cache(documents: Documents, tokenizer: Tokenizer, file: Path) -> None:
+    separator = np.array([tokenizer.separator_id])
+    with ShardWriter(file, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint) as writer:
+        for source in documents.files:
+            for text in documents.read(source):
+                if text:
+                    writer.append(tokenizer.encode(text))
+                    writer.append(separator)
+
+
+def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str | Path) -> TokenStream:
+    """The tokens of `documents`, from their cache shard in `cache_folder`, made now if there is none.
+
+    The cache is keyed by names, sizes and times of the files and by the tokenizer. Any number of processes
+    may call this at once: one writes under an exclusive lock, the others wait and map what it wrote.
+
+    Raises:
+        DataError: unreadable documents, or a cache folder that cannot be written or locked.
+    """
+    folder = Path(cache_folder).expanduser()
+    file = _cache_file(documents, tokenizer, folder)
+    if not file.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with file.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it if this process dies
+                if not file.exists():
+                    logger.info("tokenizing %d files into %s", len(documents.files), file)
+                    _write_cache(documents, tokenizer, file)
+        except OSError as error:
+            raise DataError(f"cannot write the token cache {file}: {error}; choose another cache folder") from error
+    return TokenStream([file])
+
+
+def open_shards(path: str | None, tokenizer: Tokenizer, *, section: str = "training") -> TokenStream:
+    """The tokens of the `.bin` shards at `path` (file, folder or glob), in the order of their sorted names.
+
+    Raises:
+        DataError: no shard, a broken one, or one made with another tokenizer or a larger vocabulary.
+    """
+    key = f"{section}.dataset_path"
+    if not path:
+        raise DataError(f"{key} is not set: dataset 'bin' needs shards made by scripts/prepare_data.py")
+    files = find_files(path, ".bin", key=key)
+    for file in files:
+        header = read_header(file)
+        if header.vocab_size > tokenizer.vocab_size:
+            raise DataError(
+                f"{file} was made for a vocabulary of {header.vocab_size} tokens but the tokenizer has "
+                f"{tokenizer.vocab_size}: use the tokenizer that made the shards ({header.fingerprint})"
+            )
+        if header.fingerprint not in ("", tokenizer.fingerprint):
+            raise DataError(
+                f"{file} was made with the tokenizer {header.fingerprint}, not {tokenizer.fingerprint}: "
+                "use the same tokenizer or run scripts/prepare_data.py again"
+            )
+    return TokenStream(files)
+
+
+def build_tokens(
+    name: str,
+    path: str | None,
+    text_key: str,
+    tokenizer: Tokenizer,
+    cache_folder: str | Path,
+    *,
+    section: str = "training",
+) -> TokenStream:
+    """The flat token stream of the corpus `name`, one of `CORPORA`.
+
+    Raises:
+        DataError: as `find_documents`, `tokenize_once` and `open_shards`, and when the corpus holds no token.
+    """
+    if name == "bin":
+        tokens = open_shards(path, tokenizer, section=section)
+    else:
+        documents = find_documents(name, path, text_key, section=section)
+        tokens = tokenize_once(documents, tokenizer, cache_folder)
+    if len(tokens) == 0:
+        raise DataError(f"{section}.dataset_path = {path!r} holds no text: every file of dataset {name!r} is empty")
+    return tokens

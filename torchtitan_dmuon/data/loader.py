@@ -1,0 +1,240 @@
+"""The resumable loader: which rank gets which sample, and when.
+
+The order is global. Optimizer step t consumes the global samples [t * GB, (t + 1) * GB); micro-batch m of
+rank r holds t * GB + m * dp * LB + r * LB + b for b < LB. As GB is a multiple of dp * LB, the k-th
+micro-batch of a run is simply k * dp * LB + r * LB + b. Global sample g is sample `sample_order(seed, g // n,
+g % n)` of the dataset. So the whole state is the number of samples consumed, and it means the same on any
+number of ranks.
+
+How samples are read lives in `dataset.py`; moving batches to a device is the trainer's.
+"""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, sample_order
+from torchtitan_dmuon.data.errors import DataError
+
+_FILLER = -1
+_STATE_KEYS = ("consumed_samples", "seed", "dataset_samples")
+
+
+class _WithFiller(Dataset):
+    """A dataset that also knows the index `_FILLER`: a sample without any valid label."""
+
+    def __init__(self, dataset: PackedDataset):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index != _FILLER:
+            return self._dataset[index]
+        size = self._dataset.seq_len
+        return {
+            "input": torch.zeros(size, dtype=torch.int64),
+            "labels": torch.full((size,), IGNORE_INDEX, dtype=torch.int64),
+        }
+
+
+class _RankBatches(Sampler[list[int]]):
+    """The dataset indices of one rank's micro-batches, from global sample `start` on."""
+
+    def __init__(self, samples: int, local_batch_size: int, dp_rank: int, dp_size: int, seed: int, infinite: bool):
+        self.start = 0
+        self._samples = samples
+        self._stride = local_batch_size * dp_size
+        self._offsets = dp_rank * local_batch_size + np.arange(local_batch_size, dtype=np.int64)
+        self._seed = seed
+        self._infinite = infinite
+
+    def __len__(self) -> int:
+        return -(-self._samples // self._stride)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.start
+        while self._infinite or first < self._samples:
+            ids = first + self._offsets
+            if self._infinite:
+                yield sample_order(self._seed, ids // self._samples, ids % self._samples, self._samples).tolist()
+            else:
+                yield np.where(ids < self._samples, ids, _FILLER).tolist()
+            first += self._stride
+
+
+class TokenLoader:
+    """The micro-batches of one data-parallel rank, each {"input", "labels"}: int64 [LB, seq_len].
+
+    With `infinite` the stream never ends, every epoch has its own order, and `iter()` goes on where the last
+    iterator stopped. Without, each `iter()` is one pass in natural order, and every rank gets the same number
+    of batches: samples that are missing at the end are filled with labels of -100.
+
+    Only one iterator is live at a time: `iter()` and `load_state_dict` end the ones before.
+
+    Args:
+        dataset: the samples, the same on every rank.
+        local_batch_size: samples of one micro-batch on one rank (LB).
+        global_batch_size: samples of one optimizer step over all ranks (GB), a multiple of LB * dp_size.
+        dp_rank, dp_size: place of this rank among those that read different data.
+        seed: of the order; the same on every rank.
+        num_workers, persistent_workers, pin_memory, prefetch_factor: as of `torch.utils.data.DataLoader`.
+
+    Raises:
+        DataError: sizes or worker settings that do not fit; the message names the key.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        local_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        num_workers: int,
+        persistent_workers: bool,
+        pin_memory: bool,
+        prefetch_factor: int | None,
+        infinite: bool = True,
+    ):
+        if not 0 <= dp_rank < dp_size:
+            raise DataError(f"data-parallel rank {dp_rank} of {dp_size} ranks does not exist")
+        _check_batch_sizes(local_batch_size, global_batch_size, dp_size)
+        if num_workers == 0 and (persistent_workers or prefetch_factor is not None):
+            raise DataError(
+                "training.dataloader.persistent_workers and prefetch_factor need num_workers of at least 1: "
+                "raise num_workers or leave both out"
+            )
+        self.micro_batches_per_step = global_batch_size // (local_batch_size * dp_size)
+        self._samples = len(dataset)
+        self._stride = local_batch_size * dp_size
+        self._seed = seed
+        self._infinite = infinite
+        self._consumed = 0
+        self._generation = 0
+        self._batches = _RankBatches(self._samples, local_batch_size, dp_rank, dp_size, seed, infinite)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls something that torch 2.13 deprecates; no user can act on it.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            self._loader = StatefulDataLoader(
+                _WithFiller(dataset),
+                batch_sampler=self._batches,
+                num_workers=num_workers,
+                persistent_workers=persistent_workers,
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+                # A generator of its own: starting an iterator must not move the trainer's random numbers.
+                generator=torch.Generator(),
+            )
+
+    def __len__(self) -> int:
+        """Batches of one pass of a finite loader. Raises TypeError for an infinite one."""
+        if self._infinite:
+            raise TypeError("an infinite loader has no length")
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if not self._infinite:
+            self._consumed = 0
+        self._generation += 1
+        return self._iterate(self._generation)
+
+    def _iterate(self, generation: int) -> Iterator[dict[str, torch.Tensor]]:
+        self._batches.start = self._consumed
+        batches = iter(self._loader)
+        while generation == self._generation:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            # Counted here, not in the sampler: that one runs ahead of the caller by what workers prefetch.
+            self._consumed += self._stride
+            yield batch
+        # Checked before reading on, for persistent workers would hand the next iterator's batch to this one.
+        raise RuntimeError("this iterator ended when the loader was iterated or loaded again")
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, the same on every rank: samples handed out over all ranks, and out of what."""
+        return {"consumed_samples": self._consumed, "seed": self._seed, "dataset_samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on after the samples `state` has consumed, whatever ranks and batch sizes it was saved with.
+
+        Raises:
+            DataError: the state is incomplete, or of another corpus, sequence length or seed.
+            TypeError: the loader is finite; it always starts from the beginning.
+        """
+        if not self._infinite:
+            raise TypeError("a finite loader has no position to restore")
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise DataError(f"the saved loader state lacks {', '.join(missing)}: it is not of this loader")
+        if state["dataset_samples"] != self._samples:
+            raise DataError(
+                f"the checkpoint was made with a dataset of {state['dataset_samples']} samples, this one has "
+                f"{self._samples}: use the same training.dataset, training.dataset_path and training.seq_len"
+            )
+        if state["seed"] != self._seed:
+            raise DataError(
+                f"the checkpoint was made with the data seed {state['seed']} but this run has {self._seed}: "
+                "use the same seed, or the data order would change in the middle of an epoch"
+            )
+        self._consumed = int(state["consumed_samples"])
+        self._generation += 1
+
+
+def _check_batch_sizes(local_batch_size: int, global_batch_size: int, dp_size: int) -> None:
+    if local_batch_size < 1:
+        raise DataError(f"training.local_batch_size = {local_batch_size} must be at least 1")
+    unit = local_batch_size * dp_size
+    if global_batch_size < 1 or global_batch_size % unit:
+        above = max(1, -(-global_batch_size // unit)) * unit
+        nearest = f"{above - unit} or {above}" if above > unit else f"{above}"
+        raise DataError(
+            f"training.global_batch_size = {global_batch_size} is not a multiple of local_batch_size x "
+            f"data-parallel ranks = {local_batch_size} x {dp_size} = {unit}: use {nearest}"
+        )
+
+
+def build_loader(
+    dataset: PackedDataset,
+    *,
+    local_batch_size: int,
+    global_batch_size: int = -1,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    seed: int = 0,
+    num_workers: int = 0,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    infinite: bool = True,
+) -> TokenLoader:
+    """A `TokenLoader` with the defaults of the TOML keys.
+
+    A `global_batch_size` of -1 means one micro-batch on each rank.
+
+    Raises:
+        DataError: see `TokenLoader`.
+    """
+    if global_batch_size == -1:
+        global_batch_size = local_batch_size * dp_size
+    return TokenLoader(
+        dataset,
+        local_batch_size=local_batch_size,
+        global_batch_size=global_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed,
+        num_workers=num_workers,
+        persistent_workers=persistent_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        infinite=infinite,
+    )

@@ -1,0 +1,149 @@
+"""Tokenizers: text to token ids and back.
+
+Here live the protocol that the rest of the package relies on and its two implementations. Reading documents,
+placing separators between them and storing tokens is the job of `corpus.py` and `shards.py`.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from torchtitan_dmuon.data.errors import DataError
+
+# Tried in this order when tokenizer_config.json does not name the end-of-text token.
+_USUAL_SEPARATORS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+)
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer must offer.
+
+    `vocab_size` is one more than the largest id, `separator_id` follows every document, and `fingerprint` is
+    a short string stored with tokenized data: equal fingerprints mean equal ids for equal text.
+    """
+
+    vocab_size: int
+    separator_id: int
+    fingerprint: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`, 1-D, dtype `token_dtype(vocab_size)`, without separator."""
+
+    def decode(self, ids) -> str:
+        """Text of a 1-D sequence of token ids; separators are left out."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest stored dtype (little-endian uint16 or uint32) that holds ids below `vocab_size`."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class ByteTokenizer:
+    """The 256 byte values of UTF-8 text plus one document separator, id 256. Needs no files."""
+
+    vocab_size = 257
+    separator_id = 256
+    fingerprint = "bytes-1"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Bytes of the UTF-8 text, uint16 [n]. A lone surrogate, which UTF-8 cannot hold, becomes `?`."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype("<u2")
+
+    def decode(self, ids) -> str:
+        """Text of the ids; separators are left out and incomplete UTF-8 becomes the replacement character."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` read with the `tokenizers` package.
+
+    Args:
+        path: the file, or a folder that holds `tokenizer.json`. A `tokenizer_config.json` beside it names the
+            separator (`eos_token`); without one the usual end-of-text names are tried.
+
+    Raises:
+        ImportError: `tokenizers` is not installed.
+        DataError: no such file, unreadable file, or no end-of-text token in the vocabulary.
+    """
+
+    def __init__(self, path: str | Path):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(
+                f"reading the tokenizer {path} needs the package 'tokenizers': pip install torchtitan_dmuon[hf]"
+            ) from error
+        given = Path(path).expanduser()
+        file = given / "tokenizer.json" if given.is_dir() else given
+        if not file.is_file():
+            raise DataError(f"no tokenizer at {file}: give a tokenizer.json, or the folder that holds one")
+        content = file.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the Rust side raises bare Exception
+            raise DataError(f"{file} is not a tokenizer.json that 'tokenizers' can read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A document that spells out "<|endoftext|>" must not forge a separator.
+        self._tokenizer.encode_special_tokens = True
+        # Ids may have gaps, so the number of entries can be too small for the embedding table.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.separator_id = self._find_separator(file)
+        digest = hashlib.sha256(content + str(self.separator_id).encode()).hexdigest()
+        self.fingerprint = f"hf-{digest[:16]}"
+
+    def _find_separator(self, file: Path) -> int:
+        config_file = file.with_name("tokenizer_config.json")
+        names = _USUAL_SEPARATORS
+        if config_file.is_file():
+            try:
+                config = json.loads(config_file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise DataError(f"{config_file} is not valid JSON: {error}") from error
+            eos = config.get("eos_token")
+            if isinstance(eos, dict):
+                eos = eos.get("content")
+            if eos is not None:
+                names = (eos,)
+        for name in names:
+            token_id = self._tokenizer.token_to_id(name)
+            if token_id is not None:
+                return token_id
+        raise DataError(
+            f"{file} has no document separator (tried {', '.join(names)}): "
+            f"name one as eos_token in {config_file.name} beside it"
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text` without special tokens, uint16 or uint32 [n]."""
+        # Lone surrogates (json "\ud800") cannot cross into the Rust library.
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=token_dtype(self.vocab_size))
+
+    def decode(self, ids) -> str:
+        """Text of the ids; special tokens, so also separators, are left out."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def build_tokenizer(path: str | None) -> Tokenizer:
+    """The byte tokenizer for None, "" or "bytes", else the Hugging Face tokenizer at `path`.
+
+    Raises:
+        ImportError, DataError: see `HuggingFaceTokenizer`.
+    """
+    if path in (None, "", "bytes"):
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(path)
