@@ -1,0 +1,171 @@
+"""Layers shared by the model families (norm, rotary embedding, attention, SwiGLU) and the seed per parameter.
+
+Everything here computes what the HuggingFace layer of the same kind computes, in fp32 and in bf16, so that
+weights map one to one by name. Not here: whole blocks and models, initial distributions (each family's
+`model.py`), parallelism. Head counts are read off the projections' outputs in `forward`, never from the
+config, so a tensor-parallel rank that holds a slice of the heads runs the same code.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def parameter_seed(seed: int, fqn: str) -> int:
+    """A 64-bit seed for the initial values of the parameter `fqn`, the same on every platform and version.
+
+    One seed per name makes initialisation independent of order, of world size and of which rank does it.
+    """
+    digest = hashlib.blake2b(f"{seed}/{fqn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension (arXiv 1910.07467): fp32 inside, the input dtype outside.
+
+    The normalised value is rounded to the input dtype before the weight is applied, as in HuggingFace;
+    `nn.RMSNorm` rounds after it and differs from HuggingFace in bf16.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`: [..., dim] of any float dtype -> the same shape and dtype."""
+        x_fp32 = x.float()
+        x_fp32 = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
+        # A norm kept in fp32 by its dtype policy must not promote a bf16 activation.
+        return x_fp32.to(x.dtype) * self.weight.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling (`rope_type = "llama3"` in HuggingFace).
+
+    Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`, those below
+    `original_max_seq_len / high_freq_factor` stay, and those between are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"rope_scaling.factor must be at least 1, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "rope_scaling.low_freq_factor must be positive and below high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.original_max_seq_len < 1:
+            raise ValueError(f"rope_scaling.original_max_seq_len must be positive, got {self.original_max_seq_len}")
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Inverse frequencies in radians per position: fp32 [head_dim / 2] on the CPU.
+
+    Always computed on the CPU, because `pow` differs in the last bit between devices and the far end of a
+    long sequence multiplies that bit by 100,000.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    inv_freq = 1.0 / theta**exponent
+    if scaling is None:
+        return inv_freq
+
+    wavelength = 2 * math.pi / inv_freq
+    low_freq_wavelength = scaling.original_max_seq_len / scaling.low_freq_factor
+    high_freq_wavelength = scaling.original_max_seq_len / scaling.high_freq_factor
+    kept = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    interpolated = (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
+    scaled = torch.where(wavelength > low_freq_wavelength, inv_freq / scaling.factor, interpolated)
+    return torch.where(wavelength < high_freq_wavelength, inv_freq, scaled)
+
+
+def rope_table(max_seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Cosines, then sines, of every position: fp32 [max_seq_len, head_dim] on the CPU."""
+    positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, rope_frequencies(head_dim, theta, scaling))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the halves of each head against each other: HuggingFace's layout, not Meta's interleaved one.
+
+    Args:
+        x: [batch, seq, heads, head_dim].
+        rope: [seq, head_dim], rows of `rope_table`. The rotation runs in `x.dtype`, as HuggingFace's does.
+    """
+    cos, sin = rope.to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal grouped-query attention, scaled by `head_dim ** -0.5`.
+
+    Args:
+        q: [batch, seq, heads, head_dim].
+        k, v: [batch, seq, kv_heads, head_dim]; each head serves heads / kv_heads adjacent query heads.
+
+    Returns:
+        [batch, seq, heads, head_dim].
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    groups = q.shape[1] // k.shape[1]
+    # On CUDA only the half-precision kernels (flash, cuDNN) read grouped heads natively: in fp32, enable_gqa
+    # falls back to the kernel that writes out the [seq, seq] scores, and repeating k and v is the smaller
+    # evil. On CPU both are as fast.
+    native_gqa = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and not native_gqa:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    enable_gqa = groups > 1 and native_gqa
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped keys and values, rotary positions, a causal mask and no biases."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        """`x`: [batch, seq, dim], `rope`: [seq, head_dim] -> [batch, seq, dim]."""
+        batch, seq, _ = x.shape
+        # -1: the number of heads this rank holds, which under tensor parallelism is not the config's.
+        q = self.wq(x).view(batch, seq, -1, self.head_dim)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        out = causal_attention(apply_rotary(q, rope), apply_rotary(k, rope), v)
+        return self.wo(out.reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): `w2(silu(w1 x) * w3 x)`, no biases."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
