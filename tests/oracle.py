@@ -1,0 +1,132 @@
+"""Plain PyTorch on one process: what the distributed code must equal. Written from the formulas, and using nothing of
+``torchtitan_dmuon``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+# Polar Express at safety 1.05, five steps, written out from the table of facts/muon_math.md.
+_RAW = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+]
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """The direct form, one matrix, in float64."""
+    x = matrix.double()
+    x = x / (x.norm() + 1e-7)
+    if matrix.shape[0] > matrix.shape[1]:
+        x = x.T
+    for a, b, c in _RAW:
+        r = x @ x.T
+        x = a / 1.05 * x + (b / 1.05**3 * r + c / 1.05**5 * r @ r) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class OracleMuon:
+    """One matrix at a time; AdamW for the rest."""
+
+    def __init__(
+        self, model, is_muon, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.0, adamw_lr=1e-3,
+        adamw_betas=(0.9, 0.999), adamw_weight_decay=0.01, adamw_eps=1e-8,
+    ):  # fmt: skip
+        self.matrices = {n: p for n, p in model.named_parameters() if is_muon(n, p) and p.requires_grad}
+        rest = [p for n, p in model.named_parameters() if n not in self.matrices and p.requires_grad]
+        self.lr, self.mu, self.nesterov, self.wd = lr, momentum, nesterov, weight_decay
+        self.momentum = {}
+        self.adamw = torch.optim.AdamW(
+            rest, lr=adamw_lr, betas=adamw_betas, weight_decay=adamw_weight_decay, eps=adamw_eps
+        )
+        self.model = model
+
+    @torch.no_grad()
+    def step(self):
+        for name, p in self.matrices.items():
+            if p.grad is None:
+                continue
+            m = self.momentum.setdefault(name, torch.zeros_like(p))
+            m.mul_(self.mu).add_(p.grad)
+            u = orthogonalize(p.grad + self.mu * m if self.nesterov else m)
+            p.mul_(1 - self.lr * self.wd)
+            p.sub_((self.lr * 0.2 * math.sqrt(max(p.shape)) * u).to(p.dtype))
+        self.adamw.step()
+        self.zero_grad()
+
+    def zero_grad(self):
+        self.model.zero_grad(set_to_none=True)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = h + torch.tanh(self.q_proj(h))
+        return x + self.down_proj(torch.nn.functional.silu(self.up_proj(h)))
+
+
+class ToyModel(nn.Module):
+    """Embedding, blocks, norm, head. Sizes are odd on purpose. Initialised from its own generator, so every process
+    builds the same weights whatever its seed."""
+
+    def __init__(self, layers=3, dim=20, hidden=36, vocab=29, seed=0, tie=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim, hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.lm_head = nn.Linear(dim, vocab, bias=False)
+        if tie:
+            self.lm_head.weight = self.embed.weight
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.ndim > 1:
+                    p.copy_(torch.randn(p.shape, generator=generator) / math.sqrt(p.shape[1]))
+                elif "norm" not in name:
+                    p.copy_(0.1 * torch.randn(p.shape, generator=generator))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def is_proj(name, p):
+    return "proj" in name and p.ndim == 2
+
+
+def batch(step: int, rank: int, size: int = 4, length: int = 7, vocab: int = 29):
+    """(tokens, labels) of one rank at one step: different on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(vocab, (size, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def train_one_process(model, optimizer, steps, world, start=0, loss_fn=loss_of, micro=1):
+    """``steps`` of plain training on the concatenated batches of ``world`` ranks (and ``micro`` micro-batches)."""
+    losses = []
+    for step in range(start, start + steps):
+        parts = [batch(step * micro + m, rank) for m in range(micro) for rank in range(world)]
+        tokens, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+        loss = loss_fn(model(tokens), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

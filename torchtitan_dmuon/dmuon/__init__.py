@@ -1,0 +1,53 @@
+"""Distributed Muon with dedicated ownership. The public names are listed in ``dmuon.py`` at the repository's root."""
+
+from .assignment import Assignment
+from .classify import Decision, classify
+from .clip import clip_grad_norm_, clip_gradients_, clip_total_grad_norm_
+from .diagnostics import OwnershipRow, format_ownership_table, ownership_table
+from .fsdp2 import set_group_timeout
+from .lanes import Lane
+from .materialize import initialize_undedicated, materialize
+from .muon import Muon
+from .newton_schulz import COEFFICIENTS, NewtonSchulz
+from .runtime import (
+    dedicate_params,
+    get_dedicated_params,
+    get_owned_params,
+    ignored_params,
+    no_sync,
+    set_gradient_divide_factor,
+    set_timeout,
+)
+from .state_dict import get_model_state_dict, get_optimizer_state_dict, publish_weights, set_model_state_dict
+from .storage import DedicatedParam
+
+__all__ = [
+    "COEFFICIENTS",
+    "Assignment",
+    "Decision",
+    "DedicatedParam",
+    "Lane",
+    "Muon",
+    "NewtonSchulz",
+    "OwnershipRow",
+    "classify",
+    "clip_grad_norm_",
+    "clip_gradients_",
+    "clip_total_grad_norm_",
+    "dedicate_params",
+    "format_ownership_table",
+    "get_dedicated_params",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_owned_params",
+    "ignored_params",
+    "initialize_undedicated",
+    "materialize",
+    "no_sync",
+    "ownership_table",
+    "publish_weights",
+    "set_gradient_divide_factor",
+    "set_group_timeout",
+    "set_model_state_dict",
+    "set_timeout",
+]

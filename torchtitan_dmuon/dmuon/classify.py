@@ -1,0 +1,113 @@
+"""The default predicate: which parameters of a model are matrices for Muon, and why the others are not.
+
+Decided on the unsharded model by module identity (what class holds the parameter, and where it stands), not by
+substrings of names. Pure: reads modules and shapes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+# What wrappers put into a name; the canonical name of a parameter has none of them.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# Newton-Schulz gains nothing on gates this thin (in_proj_ba, shared_expert_gate, LoRA factors, per-head gates).
+MIN_MATRIX_DIM = 128
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a parameter goes to Muon by default, and the reason in a few words."""
+
+    muon: bool
+    reason: str
+
+
+def canonical_fqn(name: str) -> str:
+    """``name`` without the parts that activation checkpointing, compile and FSDP wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def block_of(model: nn.Module, module_name: str) -> str | None:
+    """Name of the outermost repeated block around ``module_name``: the first ancestor (or the module itself) that is
+    an element of a ModuleList, ModuleDict or Sequential. ``None`` outside any block."""
+    module, prefix = model, []
+    for part in module_name.split(".") if module_name else []:
+        inside_container = isinstance(module, _CONTAINERS)
+        module = module.get_submodule(part)
+        prefix.append(part)
+        if inside_container:
+            return ".".join(prefix)
+    return None
+
+
+def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str, Decision]:
+    """A decision for every parameter of ``model``, by canonical name, in ``named_parameters`` order.
+
+    Args:
+        model: not yet sharded.
+        min_matrix_dim: the smaller side a matrix needs.
+    """
+    embeddings = _embedding_ids(model)
+    decisions: dict[str, Decision] = {}
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            name = f"{module_name}.{leaf}" if module_name else leaf
+            decisions[canonical_fqn(name)] = _decide(
+                model, module_name, module, leaf, param, embeddings, min_matrix_dim
+            )
+    return decisions
+
+
+def _decide(
+    model: nn.Module,
+    module_name: str,
+    module: nn.Module,
+    leaf: str,
+    param: nn.Parameter,
+    embeddings: set[int],
+    min_matrix_dim: int,
+) -> Decision:
+    if id(param) in embeddings:
+        return Decision(False, "embedding or head")
+    if param.ndim < 2:
+        return Decision(False, f"{param.ndim}-D")
+    if not _is_linear(module) or leaf != "weight":
+        return Decision(False, f"not the weight of a linear layer ({type(module).__name__}.{leaf})")
+    if block_of(model, module_name) is None:
+        return Decision(False, "outside the repeated blocks")
+    if _is_router(module_name, module):
+        return Decision(False, "router")
+    if min(param.shape) < min_matrix_dim:
+        return Decision(False, f"thin: smaller side {min(param.shape)} < {min_matrix_dim}")
+    return Decision(True, f"{type(module).__name__} in a block")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # transformers' Conv1D (GPT-2) is a linear layer stored [in, out]; known by name, since transformers is optional.
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _is_router(module_name: str, module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Router") or module_name.endswith((".mlp.gate", ".router", ".router.gate"))
+
+
+def _embedding_ids(model: nn.Module) -> set[int]:
+    """Ids of the parameters of every embedding and, on HuggingFace models, of the output head."""
+    holders = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for method in ("get_input_embeddings", "get_output_embeddings"):  # HuggingFace's interface for them
+        if method in dir(type(model)):
+            try:
+                holder = type(model).__dict__.get(method, getattr(type(model), method))(model)
+            except NotImplementedError:  # a headless model
+                continue
+            holders += [holder] if isinstance(holder, nn.Module) else []
+    return {id(param) for holder in holders for param in holder.parameters(recurse=False)}

@@ -1,0 +1,63 @@
+"""What was decided, as plain data and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from .classify import canonical_fqn
+from .runtime import runtime_of
+
+
+@dataclass(frozen=True)
+class OwnershipRow:
+    """One line of the ownership table. ``owner`` is a global rank, ``None`` for parameters FSDP2 manages."""
+
+    name: str
+    shape: tuple[int, ...]
+    route: str
+    owner: int | None
+    unit: str | None
+    reason: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def ownership_table(model: nn.Module) -> list[OwnershipRow]:
+    """Every parameter of ``model``, dedicated or not, in ``named_parameters`` order. The same on every rank."""
+    runtime = runtime_of(model)
+    dedicated = {dp.fqn: (dp, unit.name) for unit in runtime.units for dp in unit.params}
+    rows = []
+    for name, param in model.named_parameters():
+        fqn = canonical_fqn(name)
+        if fqn in dedicated:
+            dp, unit = dedicated[fqn]
+            route = dp.spec.route if dp.spec.trainable else "frozen"
+            rows.append(OwnershipRow(fqn, dp.shape, route, dp.owner_rank, unit or "<root>", dp.spec.reason))
+        else:
+            route = "adamw (FSDP2)" if param.requires_grad else "frozen"
+            rows.append(OwnershipRow(fqn, tuple(param.shape), route, None, None, runtime.skipped[fqn]))
+    return rows
+
+
+def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -> str:
+    """A text table; with ``limit`` the middle is left out and counted."""
+    shown = rows if limit is None or len(rows) <= limit else [*rows[: limit - 2], *rows[-2:]]
+    cells = [("parameter", "shape", "route", "owner", "why")]
+    cells += [
+        (
+            row.name,
+            "x".join(map(str, row.shape)),
+            row.route,
+            "-" if row.owner is None else str(row.owner),
+            row.reason,
+        )
+        for row in shown
+    ]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
+    if len(shown) < len(rows):
+        lines.insert(len(lines) - 2, f"... {len(rows) - len(shown)} more")
+    return "\n".join(lines)

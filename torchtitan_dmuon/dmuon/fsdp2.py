@@ -1,0 +1,130 @@
+"""The only file that touches private PyTorch names, each behind a check that says what is missing.
+
+Supported: torch 2.11 to 2.14. ``tests/dmuon/test_fsdp2.py`` exercises every name used here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+
+# Set on every dedicated parameter (the guide documents it); what the patched ``fully_shard`` looks for.
+OWNER_MARKER = "_dedicated_owner_rank"
+
+_COLLECT = "_get_managed_states"
+
+
+def is_dedicated(param: torch.Tensor) -> bool:
+    """Whether ``dedicate_params`` has taken this parameter."""
+    return OWNER_MARKER in vars(param)
+
+
+def teach_fully_shard_to_skip_dedicated() -> None:
+    """Make a plain ``fully_shard(module, mesh=mesh)`` ignore dedicated parameters. Idempotent.
+
+    ``fully_shard`` collects the parameters it manages through one private function, which takes the public
+    ``ignored_params``; the patch adds the dedicated ones to that set, so both roads end in the same place.
+
+    Raises:
+        RuntimeError: this torch collects parameters in another way; pass ``ignored_params`` yourself.
+    """
+    holders = [module for module in (_fsdp_init, _fully_shard) if _COLLECT in vars(module)]
+    if not holders:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no fully_shard hook {_COLLECT!r}; call "
+            "fully_shard(module, ignored_params=set(dmuon.ignored_params(model))) instead"
+        )
+    for holder in holders:
+        original = vars(holder)[_COLLECT]
+        if "skips_dedicated" in vars(original):
+            continue
+        setattr(holder, _COLLECT, _skipping_dedicated(original))
+
+
+def _skipping_dedicated(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def collect(modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None, **kwargs):
+        own = {param for module in modules for param in module.parameters(recurse=False) if is_dedicated(param)}
+        return original(modules, (ignored_params or set()) | own, **kwargs)
+
+    collect.skips_dedicated = True
+    return collect
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` once at the end of the backward pass that is running now."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def group_like(reference: dist.ProcessGroup, device: torch.device, description: str) -> dist.ProcessGroup:
+    """A new group with the ranks, backend, timeout and backend options of ``reference``. Collective among its
+    members only, so groups of other pipeline stages need not take part."""
+    backend = reference._get_backend(device)
+    options = None
+    timeout: timedelta = backend.options._timeout
+    if backend.name() == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = backend.options.is_high_priority_stream
+        options.config = backend.options.config
+        options._timeout = timeout
+    return dist.new_group(
+        dist.get_process_group_ranks(reference),
+        timeout=timeout,
+        backend=backend.name(),
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+
+
+def set_group_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    """Change the timeout of collectives launched on ``group`` from now on."""
+    group._get_backend(device)._set_default_timeout(timeout)
+
+
+def guard_apply(model: nn.Module, allowed: Callable[[], bool]) -> None:
+    """Make ``.to()``, ``.cuda()``, ``.half()``, ``to_empty()`` on any part of ``model`` raise unless ``allowed()``.
+
+    They all go through ``nn.Module._apply``, which would replace placeholders by full-size tensors of NaN.
+    """
+    for module in model.modules():
+        vars(module)["_apply"] = functools.partial(_guarded_apply, module, allowed)
+
+
+def _guarded_apply(module: nn.Module, allowed: Callable[[], bool], fn: Callable, recurse: bool = True) -> nn.Module:
+    if not allowed() and any(is_dedicated(param) for param in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__} holds parameters dedicated to owner ranks: .to(), .cuda(), .half() and "
+            "to_empty() cannot move them. Choose device and dtype before dedicate_params (param_policy for dtypes), "
+            "or use dmuon.materialize for a model built on meta"
+        )
+    return type(module)._apply(module, fn, recurse)
+
+
+def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """``model._apply(fn)``, leaving every dedicated parameter untouched (``guard_apply`` must allow it)."""
+    model._apply(lambda tensor: tensor if is_dedicated(tensor) else fn(tensor))
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``named_parameters`` as the optimizer knows them. FSDP2 leaves its root unsharded after a forward without
+    backward, and then shows temporary full parameters under the same names."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    yield from model.named_parameters()
+
+
+def set_fsdp_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """``set_requires_gradient_sync`` on every FSDP2 module in ``model``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(enabled, recurse=False)

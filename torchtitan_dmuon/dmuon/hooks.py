@@ -1,0 +1,123 @@
+"""What fires the schedule: forward hooks on the boundaries, tensor hooks on their outputs, and a hook on every
+trainable dedicated parameter. Public PyTorch API only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .schedule import Phase, UnitSchedule
+from .storage import DedicatedParam, OwnedPack
+from .unit import Unit
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``fn`` on every tensor inside nested lists, tuples, dicts and dataclasses; other objects are passed through."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        mapped = {f.name: map_tensors(fn, vars(value)[f.name]) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **mapped)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(fn, item)) for key, item in value.items())
+    if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple
+        return type(value)(*(map_tensors(fn, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(fn, item) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(vars(value)[field.name])
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def register_hooks(model: nn.Module, schedule: UnitSchedule) -> None:
+    """Install every hook. They hold the schedule, and live as long as the model."""
+    model.register_forward_pre_hook(_root_pre_forward(schedule))
+    for unit in schedule.units:
+        unit.module.register_forward_pre_hook(_pre_forward(schedule, unit), with_kwargs=True)
+        unit.module.register_forward_hook(_post_forward(schedule, unit), always_call=True)
+        for pack, dp in unit.trainable:
+            dp.param.register_post_accumulate_grad_hook(_gradient_hook(schedule, unit, pack, dp))
+    model.register_forward_hook(_root_post_forward(schedule))  # last, so the root's own unit has been left
+
+
+def _root_pre_forward(schedule: UnitSchedule) -> Callable:
+    @torch.compiler.disable
+    def hook(module: nn.Module, args: tuple) -> None:
+        schedule.begin_forward()
+
+    return hook
+
+
+def _root_post_forward(schedule: UnitSchedule) -> Callable:
+    @torch.compiler.disable
+    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        if schedule.phase is Phase.BACKWARD:
+            return
+        if torch.is_grad_enabled():
+            # The root's outputs get their gradient first, in the outermost backward pass. That is where the end of
+            # backward must be asked for: asked inside a reentrant checkpoint it would come with the inner pass.
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: schedule.begin_backward())
+        schedule.end_forward(keep_last=torch.is_grad_enabled())
+
+    return hook
+
+
+def _pre_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
+    @torch.compiler.disable
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        schedule.enter_unit(unit)
+        if unit.input_dtype is None:
+            return args, kwargs
+        cast = _caster(unit.input_dtype)
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    return hook
+
+
+def _post_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
+    @torch.compiler.disable
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        schedule.leave_unit(unit)
+        if output is None:  # the forward raised, or returns nothing
+            return None
+        if unit.output_dtype is not None:
+            output = map_tensors(_caster(unit.output_dtype), output)
+        if schedule.phase is not Phase.BACKWARD and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: schedule.need_for_backward(unit))
+        return output
+
+    return hook
+
+
+def _gradient_hook(schedule: UnitSchedule, unit: Unit, pack: OwnedPack, dp: DedicatedParam) -> Callable:
+    @torch.compiler.disable
+    def hook(param: torch.Tensor) -> None:
+        schedule.take_gradient(unit, pack, dp)
+
+    return hook

@@ -1,0 +1,66 @@
+"""Ordered asynchronous channels between ranks.
+
+A lane is one process group used for one purpose, so that everything on it happens in the order in which it was
+launched, on every rank, whatever else the trainer sends elsewhere. Collectives are asynchronous: on CUDA a launch
+waits (on the device) for the work queued so far on the current stream and ``wait`` makes the current stream wait; on
+CPU ``wait`` blocks the host. One code path serves gloo and NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+
+class Pending:
+    """Collectives in flight. ``wait`` may be called more than once."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+class Lane:
+    """One purpose, one process group.
+
+    Args:
+        name: ``unshard``, ``reduce``, ...; used in messages.
+        group: its members, this rank among them.
+        device: where the tensors it carries live.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.name = name
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def broadcast(self, segments: Iterable[tuple[torch.Tensor, int]]) -> Pending:
+        """Collective. Each ``(tensor, source)`` is filled, in place, from the rank ``source`` of this group."""
+        if self.size == 1:
+            return Pending([])
+        return Pending(
+            [dist.broadcast(tensor, group=self.group, group_src=source, async_op=True) for tensor, source in segments]
+        )
+
+    def reduce(self, segments: Iterable[tuple[torch.Tensor, int]]) -> Pending:
+        """Collective. Each ``(tensor, destination)`` is summed, in place, onto the rank ``destination`` of this
+        group; elsewhere its content is undefined afterwards."""
+        if self.size == 1:
+            return Pending([])
+        return Pending(
+            [dist.reduce(tensor, group=self.group, group_dst=dest, async_op=True) for tensor, dest in segments]
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Collective, in place; ordered after what was launched on this lane before. Returns ``tensor``."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor

@@ -1,0 +1,190 @@
+"""Which route and which dtypes each dedicated parameter gets.
+
+Pure functions of names, shapes and the user's rules: nothing here touches a device, a process group or a module.
+The rules come in two forms: ``param_policy`` (defaults plus ordered overrides) and ``route_hint_fn`` (route only).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+ROUTES = ("muon",)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Everything decided about one dedicated parameter before any storage is made.
+
+    Attributes:
+        fqn: name in the model, wrapper prefixes (activation checkpointing, compile) removed.
+        shape: global shape.
+        route: one of ``ROUTES``.
+        trainable: ``requires_grad`` when it was dedicated; a frozen parameter is broadcast but never reduced.
+        param_dtype: dtype of the weight in forward and backward.
+        grad_dtype: dtype in which gradients are accumulated and reduced.
+        master_dtype: dtype of the owner's weight.
+        optim_dtype: dtype of the owner's optimizer state.
+        output_dtype: floating outputs of the hook boundary are cast to it; ``None`` leaves them.
+        cast_forward_inputs: cast floating inputs of the boundary to ``param_dtype``; ``None`` means only when a
+            ``param_dtype`` was declared and the whole boundary shares it.
+        reason: why the parameter is dedicated, for the ownership table.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    route: str
+    trainable: bool
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    optim_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool | None = None
+    reason: str = ""
+
+
+SETTABLE = (
+    "route",
+    "param_dtype",
+    "grad_dtype",
+    "master_dtype",
+    "optim_dtype",
+    "output_dtype",
+    "cast_forward_inputs",
+)
+_DTYPE_KEYS = tuple(key for key in SETTABLE if key.endswith("_dtype"))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` or an empty string, to end an error message with."""
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """``re:...`` is a regular expression searched in the name; a pattern with ``*?[`` is a glob over the whole
+    name; anything else is a substring."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], fqn) is not None
+    if any(char in pattern for char in "*?["):
+        return fnmatch.fnmatchcase(fqn, pattern)
+    return pattern in fqn
+
+
+def resolve_specs(
+    selected: Mapping[str, nn.Parameter],
+    reasons: Mapping[str, str],
+    param_policy: Mapping[str, Any] | None = None,
+    route_hint_fn: Callable[[str, nn.Parameter], str | None] | None = None,
+) -> dict[str, ParamSpec]:
+    """Apply the rules to the selected parameters.
+
+    Precedence, field by field: built-in default < ``param_policy["defaults"]`` < ``route_hint_fn`` < overrides in
+    their order (the last match wins).
+
+    Raises:
+        ValueError: an unknown key, route or dtype; an override that matches none of the selected parameters; a
+            1-D parameter on the ``muon`` route; a dtype the runtime cannot reduce in.
+    """
+    defaults, overrides = _parse(param_policy)
+    specs: dict[str, ParamSpec] = {}
+    for fqn, param in selected.items():
+        spec = ParamSpec(
+            fqn=fqn,
+            shape=tuple(param.shape),
+            route="muon",
+            trainable=param.requires_grad,
+            param_dtype=param.dtype,
+            reason=reasons.get(fqn, ""),
+        )
+        spec = replace(spec, **defaults)
+        if route_hint_fn is not None and (hint := route_hint_fn(fqn, param)) is not None:
+            spec = replace(spec, route=_check("route", hint, f"route_hint_fn({fqn!r})"))
+        specs[fqn] = spec
+    for position, (patterns, values) in enumerate(overrides):
+        for pattern in patterns:
+            hits = [fqn for fqn in specs if matches(pattern, fqn)]
+            if not hits:
+                raise ValueError(
+                    f"param_policy overrides[{position}]: {pattern!r} matches none of the {len(specs)} selected "
+                    f"parameters{nearest(pattern, specs)}"
+                )
+            for fqn in hits:
+                specs[fqn] = replace(specs[fqn], **values)
+    for spec in specs.values():
+        _validate(spec)
+    return specs
+
+
+def _parse(policy: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[tuple[list[str], dict[str, Any]]]]:
+    policy = policy or {}
+    for key in policy:
+        if key not in ("defaults", "overrides"):
+            raise ValueError(f"param_policy: unknown key {key!r}{nearest(key, ('defaults', 'overrides'))}")
+    defaults = {key: _check(key, value, "param_policy defaults") for key, value in policy.get("defaults", {}).items()}
+    overrides = []
+    for position, rule in enumerate(policy.get("overrides", ())):
+        where = f"param_policy overrides[{position}]"
+        if set(rule) != {"name", "set"}:
+            raise ValueError(f"{where}: needs exactly the keys 'name' and 'set', got {sorted(rule)}")
+        names = [rule["name"]] if isinstance(rule["name"], str) else list(rule["name"])
+        overrides.append((names, {key: _check(key, value, where) for key, value in rule["set"].items()}))
+    return defaults, overrides
+
+
+def _check(key: str, value: Any, where: str) -> Any:
+    if key not in SETTABLE:
+        raise ValueError(f"{where}: unknown key {key!r}{nearest(key, SETTABLE)}; known: {', '.join(SETTABLE)}")
+    if key == "route" and value not in ROUTES:
+        raise ValueError(f"{where}: unknown route {value!r}{nearest(value, ROUTES)}; known: {', '.join(ROUTES)}")
+    may_be_none = key == "output_dtype" and value is None
+    if key in _DTYPE_KEYS and not may_be_none and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ValueError(f"{where}: {key} must be a floating torch.dtype, got {value!r}")
+    if key == "cast_forward_inputs" and not isinstance(value, bool):
+        raise ValueError(f"{where}: cast_forward_inputs must be True or False, got {value!r}")
+    return value
+
+
+def _validate(spec: ParamSpec) -> None:
+    if spec.route == "muon" and len(spec.shape) != 2:
+        raise ValueError(
+            f"{spec.fqn}: the muon route needs a matrix, this parameter has shape {list(spec.shape)}; "
+            "leave it out of the predicate"
+        )
+    if spec.grad_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(
+            f"{spec.fqn}: grad_dtype {spec.grad_dtype} overflows in a sum over ranks; use torch.float32 or "
+            "torch.bfloat16"
+        )
+
+
+def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The (input, output) cast dtypes of one hook boundary; ``None`` means no cast.
+
+    Raises:
+        ValueError: its parameters disagree on what the boundary as a whole has to do.
+    """
+    specs = list(specs)
+    for field in ("output_dtype", "grad_dtype", "cast_forward_inputs"):
+        seen = {vars(spec)[field]: spec.fqn for spec in specs if field != "grad_dtype" or spec.trainable}
+        if len(seen) > 1:
+            told = ", ".join(f"{fqn}: {value}" for value, fqn in seen.items())
+            raise ValueError(f"hook boundary {name or '<root>'!r}: conflicting {field} ({told}); give it one value")
+    dtypes = {spec.param_dtype: spec.fqn for spec in specs}
+    cast = specs[0].cast_forward_inputs
+    if cast and len(dtypes) > 1:
+        told = ", ".join(f"{fqn}: {dtype}" for dtype, fqn in dtypes.items())
+        raise ValueError(
+            f"hook boundary {name or '<root>'!r}: cast_forward_inputs with conflicting param_dtype ({told}); "
+            "give the boundary one param_dtype or set cast_forward_inputs to False"
+        )
+    casts_inputs = len(dtypes) == 1 if cast is None else cast
+    return (specs[0].param_dtype if casts_inputs else None), specs[0].output_dtype

@@ -1,0 +1,237 @@
+"""When units move. The order of collectives is fixed when the schedule is built and the same on every rank.
+
+Weights. The forward pass launches unshards in the units' order 0, 1, ..., n-1; a rank that enters unit k launches
+everything up to k (and ``prefetch`` more), and whatever is left when the root's forward ends. A layer that one rank
+skips therefore never leaves another rank alone in a broadcast. Backward does the same in the order n-1, ..., 0. A
+unit entered again after its turn starts the next round of the same cycle. A unit is released when a later unit is
+entered, not when its forward returns, so calling a layer twice in a row costs nothing.
+
+Gradients. Units are reduced in the order n-1, ..., 0, pinned units last; a unit whose gradients are late holds back
+the ones after it, and the end of backward launches the rest, zeros standing in for gradients that never came.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from .fsdp2 import queue_end_of_backward
+from .storage import DedicatedParam, OwnedPack
+from .unit import Unit, Weights
+
+# Packed gradient buffers in flight before the oldest is waited for: bounds memory without stalling the one being
+# filled.
+_MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Phase(enum.Enum):
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class UnitSchedule:
+    """Drives all units of one model.
+
+    Args:
+        units: every unit, in forward order.
+        keep_unsharded: Z2: weights stay here until the optimizer changes them. Otherwise (Z3) they are freed after
+            use and broadcast again for backward.
+        prefetch: how many units ahead are launched.
+    """
+
+    def __init__(self, units: Sequence[Unit], keep_unsharded: bool, prefetch: int) -> None:
+        self.pinned = [unit for unit in units if unit.pinned]
+        self.cyclic = [unit for unit in units if not unit.pinned]
+        self.keep_unsharded = keep_unsharded
+        self.prefetch = prefetch
+        self.sync_gradients = True
+        self.phase = Phase.IDLE
+        self._forward_order = {unit: index for index, unit in enumerate(self.cyclic)}
+        self._reduce_order = [*reversed(self.cyclic), *self.pinned]
+        self._cursor = 0  # unshards launched in this round of the cycle
+        self._next_reduce = 0
+        self._hold_reductions = False
+        self._callback_queued = False
+        self._in_flight: list[Unit] = []
+        # Reductions have been launched since gradients were last dropped; the same on every rank.
+        self.has_gradients = False
+
+    @property
+    def units(self) -> list[Unit]:
+        return [*self.pinned, *self.cyclic]
+
+    # ---------------------------------------------------------------- forward
+
+    def begin_forward(self) -> None:
+        """The root's forward begins (or a unit is entered without the root)."""
+        if self.phase is Phase.BACKWARD:
+            return  # recomputation inside backward
+        if self.phase is Phase.FORWARD:
+            self.end_forward(keep_last=False)  # the previous forward raised: bring every rank to the same place
+        self._release_all()
+        self._begin_round(Phase.FORWARD)
+
+    def _begin_round(self, phase: Phase) -> None:
+        self.phase = phase
+        self._cursor = 0
+        for unit in self.pinned:
+            unit.launch_unshard()
+
+    def enter_unit(self, unit: Unit) -> None:
+        """A boundary's forward begins, in the forward pass or in a recomputation."""
+        if self.phase is Phase.IDLE:
+            self.begin_forward()
+        if self.phase is Phase.FORWARD:
+            unit.active_calls += 1
+            unit.calls_in_pass += 1
+        self._need(unit)
+
+    def leave_unit(self, unit: Unit) -> None:
+        """A boundary's forward has returned or raised."""
+        if self.phase is Phase.FORWARD and unit.active_calls > 0:
+            unit.active_calls -= 1
+
+    def end_forward(self, keep_last: bool) -> None:
+        """The root's forward has returned.
+
+        Args:
+            keep_last: a backward pass may follow: the last unit and the pinned ones, which it needs first, stay.
+        """
+        if self.phase is not Phase.FORWARD:
+            return
+        self._finish_round(self.cyclic)
+        self.phase = Phase.IDLE
+        for unit in self.units:
+            unit.calls += unit.calls_in_pass if keep_last else 0
+            unit.active_calls = unit.calls_in_pass = 0
+            if not keep_last or not (unit.pinned or unit is self.cyclic[-1]):
+                self._release(unit)
+
+    # ---------------------------------------------------------------- unshard order
+
+    def _need(self, unit: Unit) -> None:
+        if unit.pinned:
+            unit.launch_unshard()
+            unit.show()
+            return
+        order = self.cyclic if self.phase is Phase.FORWARD else self.cyclic[::-1]
+        place = self._forward_order[unit]
+        if self.phase is Phase.BACKWARD:
+            place = len(order) - 1 - place
+        if unit.weights is Weights.ABSENT or place >= self._cursor:
+            if place < self._cursor:  # its turn in this round is over: finish the round and begin the next
+                self._finish_round(order)
+                self._cursor = 0
+            while self._cursor <= place:
+                self._launch_next(order, needed=unit)
+        for other in order[:place]:
+            if self._done_with(other):
+                self._release(other)
+        while self._cursor < min(len(order), place + 1 + self.prefetch):
+            self._launch_next(order, needed=None)
+        unit.show()
+
+    def _launch_next(self, order: Sequence[Unit], needed: Unit | None) -> None:
+        unit = order[self._cursor]
+        self._cursor += 1
+        unit.launch_unshard()
+        if needed is not None and unit is not needed and self._done_with(unit):
+            self._release(unit)
+
+    def _finish_round(self, order: Sequence[Unit]) -> None:
+        while self._cursor < len(order):
+            unit = order[self._cursor]
+            self._launch_next(order, needed=None)
+            if self._cursor < len(order):
+                self._release(unit)
+
+    def _done_with(self, unit: Unit) -> bool:
+        if self.phase is Phase.FORWARD:
+            return unit.active_calls == 0
+        return unit.gradients_complete  # its weights may still be read until its last gradient is there
+
+    def _release(self, unit: Unit) -> None:
+        unit.release(keep=self.keep_unsharded)
+
+    def _release_all(self) -> None:
+        for unit in self.units:
+            self._release(unit)
+
+    # ---------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        """The first hook of a backward pass fires."""
+        if self.phase is Phase.BACKWARD:
+            return
+        if self.phase is Phase.FORWARD:
+            self.end_forward(keep_last=True)  # a backward inside the root's forward, or a forward without the root
+        queue_end_of_backward(self.end_backward)
+        # Under reentrant checkpointing a unit used twice gets its gradient in pieces; it is complete at the end only.
+        self._hold_reductions = any(unit.calls > 1 for unit in self.units)
+        self._next_reduce = 0
+        for unit in self.units:
+            unit.expect_gradients()
+        self._begin_round(Phase.BACKWARD)
+
+    def need_for_backward(self, unit: Unit) -> None:
+        """The gradient of a boundary's output is there: its own backward comes next."""
+        self.begin_backward()
+        self._need(unit)
+
+    def take_gradient(self, unit: Unit, pack: OwnedPack, dp: DedicatedParam) -> None:
+        """Autograd has accumulated a gradient into ``dp.param.grad``."""
+        self.begin_backward()
+        unit.add_gradient(pack, dp)
+        if unit.gradients_complete and not self._hold_reductions:
+            self._launch_reductions(only_complete=True)
+
+    def _launch_reductions(self, only_complete: bool) -> None:
+        if not self.sync_gradients:
+            return
+        while self._next_reduce < len(self._reduce_order):
+            unit = self._reduce_order[self._next_reduce]
+            if only_complete and not unit.gradients_complete:
+                return
+            self._next_reduce += 1
+            unit.launch_reduce()
+            self.has_gradients = True
+            self._in_flight.append(unit)
+            if len(self._in_flight) > _MAX_REDUCTIONS_IN_FLIGHT:
+                self._in_flight.pop(0).finish_reduce()
+
+    def end_backward(self) -> None:
+        """Autograd has finished the backward pass."""
+        self._launch_reductions(only_complete=False)
+        self._finish_round(self.cyclic[::-1])
+        self.phase = Phase.IDLE
+        self._release_all()
+        for unit in self.units:
+            unit.calls = 0
+            unit.expect_gradients()
+
+    # ---------------------------------------------------------------- between passes
+
+    def wait_gradients(self) -> None:
+        """Every launched reduction is finished and accumulated on its owner."""
+        self._in_flight.clear()
+        for unit in self._reduce_order:
+            unit.finish_reduce()
+
+    def invalidate_weights(self) -> None:
+        """The optimizer has changed the masters: nothing unsharded may be read again."""
+        for unit in self.units:
+            unit.release(keep=False)
+
+    def drop_gradients(self) -> None:
+        """``zero_grad``: forget every gradient, and whatever an interrupted pass has left."""
+        if self.phase is Phase.FORWARD:
+            self.end_forward(keep_last=False)
+        elif self.phase is Phase.BACKWARD:  # backward raised; its end was never reached
+            self._finish_round(self.cyclic[::-1])
+            self.phase = Phase.IDLE
+            self._release_all()
+        self._in_flight.clear()
+        self.has_gradients = False
+        for unit in self.units:
+            unit.drop_gradients()

@@ -1,0 +1,157 @@
+"""The state machine of one unit: the dedicated parameters of one hook boundary, moved together.
+
+A unit knows how to bring its weights here, show and hide them, and reduce its gradients. It does not know when:
+that is ``schedule.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .lanes import Pending
+from .mesh import Lanes
+from .storage import DedicatedParam, OwnedPack
+
+
+class Weights(enum.Enum):
+    """Where a unit's full weights are."""
+
+    ABSENT = "absent"  # only the sources have them
+    IN_FLIGHT = "in flight"  # broadcasts launched
+    HIDDEN = "hidden"  # here, while the parameters show placeholders (Z2 between passes)
+    SHOWN = "shown"  # the parameters show them
+
+
+class Unit:
+    """One hook boundary.
+
+    Args:
+        name: canonical name of the boundary module; empty for the root.
+        module: the boundary.
+        packs: storage of its parameters.
+        lanes: where its collectives run.
+        pinned: other boundaries lie inside this one, so its weights stay from its forward to the end of backward.
+        input_dtype, output_dtype: casts of the boundary's floating inputs and outputs; ``None`` leaves them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        packs: Sequence[OwnedPack],
+        lanes: Lanes,
+        pinned: bool,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.packs = list(packs)
+        self.lanes = lanes
+        self.pinned = pinned
+        self.input_dtype = input_dtype
+        self.output_dtype = output_dtype
+        self.weights = Weights.ABSENT
+        self.active_calls = 0  # forward calls of the boundary that have begun and not ended
+        self.calls_in_pass = 0  # forward calls in the pass that is running
+        self.calls = 0  # forward calls whose backward may still come
+        self.reduce_launched = False  # in the backward pass that is running
+        self._pending: list[Pending] = []
+        self._awaiting: set[str] = set()
+        self._reductions: deque[list[tuple[OwnedPack, Pending, torch.Tensor]]] = deque()
+        self.expect_gradients()
+
+    @property
+    def params(self) -> list[DedicatedParam]:
+        return [dp for pack in self.packs for dp in pack.params]
+
+    @property
+    def trainable(self) -> list[tuple[OwnedPack, DedicatedParam]]:
+        return [(pack, dp) for pack in self.packs for dp in pack.trainable]
+
+    # ---------------------------------------------------------------- weights
+
+    def launch_unshard(self) -> None:
+        """Collective unless the weights are here already, which is so on every rank or on none."""
+        if self.weights is Weights.ABSENT:
+            self._pending = [pack.launch_unshard(self.lanes.unshard) for pack in self.packs]
+            self.weights = Weights.IN_FLIGHT
+
+    def show(self) -> None:
+        """Wait for the weights and let the parameters show them."""
+        assert self.weights is not Weights.ABSENT, f"{self.name}: shown before it was launched"
+        if self.weights is not Weights.SHOWN:
+            self._wait_unshard()
+            for pack in self.packs:
+                pack.install()
+            self.weights = Weights.SHOWN
+
+    def release(self, keep: bool) -> None:
+        """Hide the weights; free their memory unless ``keep``."""
+        if self.weights is Weights.ABSENT:
+            return
+        self._wait_unshard()
+        if self.weights is Weights.SHOWN:
+            for pack in self.packs:
+                pack.conceal()
+        self.weights = Weights.HIDDEN
+        if not keep:
+            for pack in self.packs:
+                pack.free()
+            self.weights = Weights.ABSENT
+
+    def _wait_unshard(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+    # ---------------------------------------------------------------- gradients
+
+    def expect_gradients(self) -> None:
+        """A backward pass may begin: no parameter has its gradient yet."""
+        self._awaiting = {dp.fqn for _, dp in self.trainable}
+        self.reduce_launched = False
+
+    def add_gradient(self, pack: OwnedPack, dp: DedicatedParam) -> None:
+        """Take the gradient autograd has just put on ``dp.param``."""
+        grad, dp.param.grad = dp.param.grad, None
+        if self.reduce_launched:
+            raise RuntimeError(
+                f"{dp.fqn}: a gradient arrived after unit {self.name or '<root>'!r} was reduced in the same backward "
+                "pass. The unit was entered in a way its hook boundary did not see; choose a boundary module that is "
+                "always called (hook_boundary_predicate)"
+            )
+        pack.add_gradient(dp, grad)
+        self._awaiting.discard(dp.fqn)
+
+    @property
+    def gradients_complete(self) -> bool:
+        return not self._awaiting
+
+    def launch_reduce(self) -> None:
+        """Collective."""
+        self.reduce_launched = True
+        if any(pack.trainable for pack in self.packs):
+            self._reductions.append([(pack, *pack.launch_reduce(self.lanes.reduce)) for pack in self.packs])
+
+    def finish_reduce(self) -> None:
+        """Wait for every reduction in flight and accumulate what this rank owns."""
+        while self._reductions:
+            for pack, pending, grads in self._reductions.popleft():
+                pack.finish_reduce(pending, grads)
+
+    def drop_gradients(self) -> None:
+        """Wait for what is in flight and forget every gradient of this unit."""
+        for reductions in self._reductions:
+            for _, pending, _ in reductions:
+                pending.wait()
+        self._reductions.clear()
+        for pack in self.packs:
+            pack.drop_gradients()
+        self.expect_gradients()
+        self.calls = self.calls_in_pass = 0
