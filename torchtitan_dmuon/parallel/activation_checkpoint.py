@@ -1,0 +1,64 @@
+"""Activation checkpointing of the repeated blocks: full, every n-th block, or selective by operation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan_dmuon.config.job_config import ActivationCheckpoint
+from torchtitan_dmuon.logging import logger
+
+# Results that are expensive to compute again; everything else is recomputed in backward.
+_SAVED_OPS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+class Checkpointed(nn.Module):
+    """A block whose activations are recomputed in backward. Its attribute has the name that PyTorch's own wrapper
+    uses, which every tool that cleans parameter names knows."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = module
+        self._options = options
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **self._options, **kwargs)
+
+
+def _save_expensive(ctx: Any, op: Callable, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_activation_checkpointing(blocks: nn.ModuleList, config: ActivationCheckpoint) -> None:
+    """Replace blocks by checkpointed ones, in place."""
+    if config.mode == "none":
+        return
+    options: dict[str, Any] = {
+        "preserve_rng_state": config.preserve_rng_state,
+        "early_stop": config.early_stop,
+    }
+    every = 1
+    if config.mode == "selective" and config.selective_ac_option == "op":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_expensive)
+    elif config.mode == "selective":
+        every = int(config.selective_ac_option)
+    for index, block in enumerate(blocks):
+        if index % every == 0:
+            blocks[index] = Checkpointed(block, **options)
+    what = f"{config.mode} ({config.selective_ac_option})" if config.mode == "selective" else config.mode
+    logger.info("Applied %s activation checkpointing", what)

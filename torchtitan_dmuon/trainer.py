@@ -1,0 +1,339 @@
+"""The training loop and the objects it needs, built in the order they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models import get_model_args, get_model_spec
+from models.layers import parameter_seed
+from torchtitan_dmuon import dmuon
+from torchtitan_dmuon.checkpoint import Checkpointer, Tensors, TrainState
+from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_toml
+from torchtitan_dmuon.data import (
+    IGNORE_INDEX,
+    DataError,
+    PackedDataset,
+    build_dataset,
+    build_loader,
+    build_tokenizer,
+)
+from torchtitan_dmuon.distributed import init_distributed, set_determinism, world_from_env
+from torchtitan_dmuon.flops import num_flops_per_token, num_matmul_parameters
+from torchtitan_dmuon.logging import logger
+from torchtitan_dmuon.loss import build_loss
+from torchtitan_dmuon.lr_schedule import build_lr_scheduler
+from torchtitan_dmuon.metrics import MetricsLogger
+from torchtitan_dmuon.optimizer import build_newton_schulz, build_optimizer, clip_gradients, guarded_step
+from torchtitan_dmuon.parallel import ParallelDims, parallelize
+from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan_dmuon.validation import validate
+
+_TABLE_ROWS_ON_CONSOLE = 12
+_CACHE = Path(".cache")
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient norm that is not finite: one line that names the step."""
+
+
+class Trainer:
+    """One run. Building it is collective; :meth:`train` runs to ``training.steps``.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, NonFiniteError: one line each, on every rank.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+        self.rank, _, world_size = world_from_env()
+        training = config.training
+
+        # Everything that can be wrong without another rank is found before any of them waits for this one.
+        dims = ParallelDims.from_config(config.parallelism, world_size)
+        self.folder = _writable_folder(config)
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        model_args = _model_args(config, tokenizer.vocab_size)
+        newton_schulz = build_newton_schulz(config)
+        loader_options = {**vars(training.dataloader), "dp_size": dims.dp_size, "seed": config.debug.seed}
+
+        def dataset_of(section: str, seq_len: int) -> PackedDataset:
+            data = vars(config)[section]
+            key = training.text_key
+            return build_dataset(
+                data.dataset, data.dataset_path, key, tokenizer, seq_len, _CACHE / "tokens", section=section
+            )
+
+        dataset = dataset_of("training", training.seq_len)
+        validation_set = dataset_of("validation", config.validation.seq_len) if config.validation.enable else None
+        # The batch sizes are checked here too; the data-parallel rank is known when the mesh is.
+        build_loader(
+            dataset,
+            local_batch_size=training.local_batch_size,
+            global_batch_size=training.global_batch_size,
+            dp_rank=0,
+            **loader_options,
+        )
+
+        set_determinism(config.debug)
+        self.device = init_distributed(config.comm)
+        self.mesh = dims.build_mesh(self.device.type)
+        self.group = self.mesh.get_group()
+        self.lane = dmuon.Lane("norm", self.group, self.device)
+        _same_everywhere("training.dataset", len(dataset))
+
+        loader_options["dp_rank"] = self.mesh.get_local_rank()
+        self.loader = build_loader(
+            dataset,
+            local_batch_size=training.local_batch_size,
+            global_batch_size=training.global_batch_size,
+            **loader_options,
+        )
+        self.validation_loader = None
+        if validation_set is not None:
+            self.validation_loader = build_loader(
+                validation_set,
+                local_batch_size=config.validation.local_batch_size,
+                infinite=False,
+                **loader_options,
+            )
+
+        self.model, flops_per_token = self._build_model(model_args)
+        self.loss_fn = build_loss(config.compile)
+        self.optimizer = build_optimizer(self.model, config)
+        self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, training.steps)
+        self.step = 0
+        # Non-finite losses are found on the device; the host looks when it has to wait anyway.
+        self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
+        self._bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
+
+        self.checkpointer = Checkpointer(
+            config.checkpoint,
+            self.folder / config.checkpoint.folder,
+            self._tensors,
+            self._loaded,
+            config_to_toml(config),
+        )
+        self._resume()
+        ns_flops = 0
+        if config.optimizer.name == "DMuon":
+            owned = dmuon.get_owned_params(self.model)
+            ns_flops = sum(newton_schulz.flops(*dp.shape) for dp in owned if dp.spec.trainable)
+        self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
+
+    # ---------------------------------------------------------------- building
+
+    def _build_model(self, model_args: object) -> tuple[nn.Module, int]:
+        """(parallelized model with its initial weights, model FLOPs of one token)."""
+        config = self.config
+        with torch.device("meta"):
+            model = get_model_spec(config.model.name).build(model_args)
+        matmul_parameters = num_matmul_parameters(model)
+        flops_per_token = num_flops_per_token(
+            matmul_parameters,
+            n_layers=model_args.n_layers,
+            n_heads=model_args.n_heads,
+            qk_dim=model_args.head_dim,
+            v_dim=model_args.head_dim,
+            seq_len=config.training.seq_len,
+        )
+        total = sum(p.numel() for p in model.parameters())
+        logger.info(
+            "Model %s %s: %s parameters, %.3g FLOPs a token",
+            *(config.model.name, config.model.flavor, f"{total:,}", flops_per_token),
+        )
+        init_parameter = model.init_parameter
+        parallelize(model, self.mesh, config)
+
+        def init(fqn: str, tensor: torch.Tensor) -> None:
+            seed = parameter_seed(config.debug.seed, fqn)
+            init_parameter(fqn, tensor, torch.Generator(tensor.device).manual_seed(seed))
+
+        dmuon.materialize(model, init, self.device)
+        model.init_buffers(self.device)
+        if config.optimizer.name == "DMuon" and self.rank == 0:
+            rows = dmuon.ownership_table(model)
+            (self.folder / "ownership.json").write_text(json.dumps([row.as_dict() for row in rows], indent=1))
+            (self.folder / "ownership.txt").write_text(dmuon.format_ownership_table(rows) + "\n")
+            table = dmuon.format_ownership_table(rows, limit=_TABLE_ROWS_ON_CONSOLE)
+            logger.info("Ownership (whole table in %s):\n%s", self.folder / "ownership.txt", table)
+        return model, flops_per_token
+
+    def _tensors(self) -> Tensors:
+        """The live tensors of this rank by their names in a checkpoint."""
+        model = dmuon.get_model_state_dict(self.model)
+        optimizer = dmuon.get_optimizer_state_dict(self.model, self.optimizer)
+        return {f"model.{name}": t for name, t in model.items()} | {
+            f"optimizer.{name}": t for name, t in optimizer.items()
+        }
+
+    def _loaded(self) -> None:
+        dmuon.publish_weights(self.model)
+
+    def _resume(self) -> None:
+        name = f"{self.config.model.name} {self.config.model.flavor}"
+        state = self.checkpointer.load(self.config.optimizer.name, name)
+        if state is None:
+            return
+        self.step = state.step
+        self.loader.load_state_dict(state.loader)
+        # The schedule is a pure function of the step and the config.
+        self.scheduler.last_epoch = self.step - 1
+        self.scheduler.step()
+
+    # ---------------------------------------------------------------- training
+
+    def train(self) -> None:
+        """Run to ``training.steps``."""
+        config = self.config
+        if self.step >= config.training.steps:
+            logger.info("Nothing to do: step %d of %d is done", self.step, config.training.steps)
+            return
+        logger.info("Training from step %d to %d", self.step + 1, config.training.steps)
+        batches = iter(self.loader)
+        gc.disable()  # collections at different times on different ranks make every rank wait for each
+        gc.collect()
+        first = self.step + 1
+        dump = str(self.folder)
+        with (
+            maybe_enable_profiling(config.profiling, dump, self.step) as profiler,
+            maybe_enable_memory_snapshot(config.profiling, dump, self.step) as snapshots,
+        ):
+            self.metrics.begin_window()
+            while self.step < config.training.steps:
+                self.step += 1
+                lr = self.scheduler.get_last_lr()[0]
+                loss, grad_norm = self._train_step(batches)
+                if self.step == first or self.step % config.metrics.log_freq == 0:
+                    self._raise_if_bad()
+                    self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)
+                self._after_step()
+                if self.step == first:
+                    self._set_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
+                for recorder in (profiler, snapshots):
+                    if recorder is not None:
+                        recorder.step()
+        self.metrics.close()
+        logger.info("Training completed at step %d", self.step)
+
+    def _train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step. Returns (global mean loss, gradient norm) as tensors on the device."""
+        with self.metrics.data.measure():
+            micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
+        valid = torch.tensor(float(sum((mb["labels"] != IGNORE_INDEX).sum() for mb in micro_batches)))
+        valid = valid.to(self.device, non_blocking=True)
+        dist.all_reduce(valid, group=self.group)
+
+        loss = torch.zeros((), device=self.device)
+        for micro_batch in micro_batches:
+            tokens = micro_batch["input"].to(self.device, non_blocking=True)
+            labels = micro_batch["labels"].to(self.device, non_blocking=True)
+            part = self.loss_fn(self.model(tokens), labels) / valid
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss, group=self.group)
+
+        with self.metrics.optimizer.measure():
+            grad_norm = clip_gradients(self.optimizer, self.config.training.max_norm, self.lane)
+            bad = ~(loss.isfinite() & grad_norm.isfinite())
+            self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
+            if self._found_inf_on_device:
+                guarded_step(self.optimizer, (self._bad_step > 0).float())
+            else:
+                self._raise_if_bad()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.metrics.count_step(sum(mb["input"].numel() for mb in micro_batches))
+        return loss, grad_norm
+
+    def _raise_if_bad(self) -> None:
+        """Waits for the device. Every rank has the same flag, so all of them stop."""
+        if bad_step := int(self._bad_step.item()):
+            raise NonFiniteError(
+                f"step {bad_step}: the loss or the gradient norm is not finite; no weight has moved since step "
+                f"{bad_step - 1}. Resume from the last checkpoint with a lower optimizer.lr or other data"
+            )
+
+    def _after_step(self) -> None:
+        config = self.config
+        last = self.step == config.training.steps
+        if self.checkpointer.due(self.step, last):
+            self._raise_if_bad()
+            with self.metrics.paused():
+                name = f"{config.model.name} {config.model.flavor}"
+                self.checkpointer.save(TrainState(self.step, self.loader.state_dict(), config.optimizer.name, name))
+        if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
+            with self.metrics.paused():
+                loss = validate(
+                    self.model,
+                    self.validation_loader,
+                    self.loss_fn,
+                    config.validation,
+                    self.group,
+                    self.device,
+                )
+            logger.info("validation: step: %4d  loss: %.4f", self.step, loss)
+            self.metrics.write(self.step, {"loss": loss}, prefix="validation")
+        if self.step % config.training.gc_freq == 0:
+            gc.collect()
+
+    def _set_timeouts(self, timeout: timedelta) -> None:
+        """Shorter from now on: building and compiling are over."""
+        for group in {dist.group.WORLD, self.group}:
+            dmuon.set_group_timeout(group, self.device, timeout)
+        if self.config.optimizer.name == "DMuon":
+            dmuon.set_timeout(self.model, timeout)
+
+
+# -------------------------------------------------------------------- checks before the first collective
+
+
+def _writable_folder(config: JobConfig) -> Path:
+    folder = Path(config.job.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError("job.dump_folder", None, f"cannot write to {folder}: {error.strerror}") from None
+    return folder
+
+
+def _model_args(config: JobConfig, tokenizer_vocab: int) -> object:
+    """The flavor's args, with what only the run knows."""
+    try:
+        args = get_model_args(config.model.name, config.model.flavor)
+    except ValueError as error:
+        raise ConfigError("model", None, str(error)) from None
+    if args.vocab_size is None:
+        args = dataclasses.replace(args, vocab_size=tokenizer_vocab)
+    elif args.vocab_size < tokenizer_vocab:
+        raise ConfigError(
+            "model.hf_assets_path",
+            None,
+            f"the tokenizer has {tokenizer_vocab} tokens, {config.model.name} {config.model.flavor} only "
+            f"{args.vocab_size}",
+        )
+    seq_len = config.training.seq_len
+    if config.validation.enable:
+        seq_len = max(seq_len, config.validation.seq_len)
+    return dataclasses.replace(args, max_seq_len=seq_len)
+
+
+def _same_everywhere(key: str, samples: int) -> None:
+    """Collective. Nodes with different files would otherwise train on different orders without a word."""
+    counts = torch.tensor([samples, -samples], dtype=torch.float64)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    most, least = int(counts[0]), int(-counts[1])
+    if most != least:
+        raise DataError(f"{key}: ranks see between {least} and {most} samples; give every node the same files")

@@ -1,0 +1,39 @@
+"""Train a model: ``./run_train.sh``, or ``torchrun train.py --job.config_file FILE [--section.key value ...]``."""
+
+import sys
+
+import torch.distributed as dist
+
+from torchtitan_dmuon.checkpoint import CheckpointError
+from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
+from torchtitan_dmuon.data import DataError
+from torchtitan_dmuon.distributed import world_from_env
+from torchtitan_dmuon.logging import init_logger, logger
+from torchtitan_dmuon.trainer import NonFiniteError, Trainer
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0, or 1 after one line that says what is wrong."""
+    rank, _, _ = world_from_env()
+    try:
+        config = load_config(argv)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    init_logger(rank, color=not config.metrics.disable_color_printing)
+    logger.info("Starting: %s", config.job.description)
+    if config.job.print_config:
+        logger.info("Resolved config:\n%s", config_to_toml(config))
+    try:
+        Trainer(config).train()
+    except (ConfigError, DataError, CheckpointError, NonFiniteError) as error:
+        logger.error("error: %s", " ".join(str(error).split()))
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
