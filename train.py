@@ -1,5 +1,6 @@
 """Train a model: ``./run_train.sh``, or ``torchrun train.py --job.config_file FILE [--section.key value ...]``."""
 
+import gc
 import sys
 
 import torch.distributed as dist
@@ -32,6 +33,8 @@ def main(argv: list[str]) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # The groups' threads must be gone before the interpreter is: model and groups refer to each other in cycles.
+        gc.collect()
     return 0
 
 

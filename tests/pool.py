@@ -34,8 +34,13 @@ def _worker(rank: int, world: int, pipe) -> None:
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
         module, name, kwargs, store, timeout = job
+        function = vars(importlib.import_module(module))[name]
         try:
             torch.manual_seed(1234 + rank)
+            if not hasattr(function, "body"):  # it starts its own process group
+                function(rank, world, **kwargs)
+                pipe.send(None)
+                continue
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
@@ -44,7 +49,7 @@ def _worker(rank: int, world: int, pipe) -> None:
                 timeout=timedelta(seconds=timeout),
             )
             try:
-                vars(importlib.import_module(module))[name].body(rank, world, **kwargs)
+                function.body(rank, world, **kwargs)
                 # A rank must not tear the group down while another still communicates.
                 dist.barrier()
             finally:
@@ -114,6 +119,10 @@ class WorkerPool:
 _POOLS: dict[int, WorkerPool] = {}
 
 
+def pool_of(world: int) -> WorkerPool:
+    return _POOLS.setdefault(world, WorkerPool(world))
+
+
 def stop_all() -> None:
     for pool in _POOLS.values():
         pool.stop()
@@ -128,8 +137,7 @@ def distributed(world: int, timeout: float = 90.0):
 
         @functools.wraps(body)
         def test(**kwargs):
-            pool = _POOLS.setdefault(world, WorkerPool(world))
-            pool.run(body.__module__, body.__name__, kwargs, timeout)
+            pool_of(world).run(body.__module__, body.__name__, kwargs, timeout)
 
         test.__signature__ = inspect.Signature(parameters)
         test.body = body

@@ -57,11 +57,12 @@ def lr_factor(
     return min_lr_factor + (1.0 - min_lr_factor) * shape
 
 
-def build_lr_scheduler(optimizer: Optimizer, config: LRScheduler, training_steps: int) -> LambdaLR:
+def build_lr_scheduler(optimizer: Optimizer, config: LRScheduler, training_steps: int, start_step: int = 0) -> LambdaLR:
     """Schedule every param group of `optimizer` from its own initial lr; step it after each optimizer step.
 
     Args:
         training_steps: length of the schedule where `config.total_steps` is None.
+        start_step: optimizer steps done before; the schedule has no other state.
 
     Raises:
         ConfigError: as `lr_factor`.
@@ -78,7 +79,9 @@ def build_lr_scheduler(optimizer: Optimizer, config: LRScheduler, training_steps
             config.min_lr_factor,
         )
 
-    scheduler = LambdaLR(optimizer, factor)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    scheduler = LambdaLR(optimizer, factor, last_epoch=start_step - 1)
     requested = _requested_decay_steps(config.warmup_steps, total_steps, config.decay_ratio)
     left = total_steps - config.warmup_steps
     if requested > left:

@@ -110,7 +110,6 @@ class Trainer:
         self.model, flops_per_token = self._build_model(model_args)
         self.loss_fn = build_loss(config.compile)
         self.optimizer = build_optimizer(self.model, config)
-        self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, training.steps)
         self.step = 0
         # Non-finite losses are found on the device; the host looks when it has to wait anyway.
         self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
@@ -124,6 +123,7 @@ class Trainer:
             config_to_toml(config),
         )
         self._resume()
+        self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, training.steps, self.step)
         ns_flops = 0
         if config.optimizer.name == "DMuon":
             owned = dmuon.get_owned_params(self.model)
@@ -186,9 +186,6 @@ class Trainer:
             return
         self.step = state.step
         self.loader.load_state_dict(state.loader)
-        # The schedule is a pure function of the step and the config.
-        self.scheduler.last_epoch = self.step - 1
-        self.scheduler.step()
 
     # ---------------------------------------------------------------- training
 

@@ -179,8 +179,8 @@ class Llama3(nn.Module):
 
         A function of `fqn`, the tensor's shape and dtype, and the generator's state alone. Norms are one.
         Linears are normal with `init_std`, those that write to the residual stream (`wo`, `w2`) divided by
-        `sqrt(2 * (layer + 1))`. The head is normal with `dim ** -0.5`, so that initial logits have unit
-        variance; an untied embedding is normal with std 1. A tied one takes `init_std`: a token's own
+        `sqrt(2 * (layer + 1))`. The head takes `init_std` too, so that a fresh model predicts nearly uniformly
+        (a loss of ln V); an untied embedding is normal with std 1. A tied one takes `init_std`: a token's own
         embedding is still in the residual stream when the head reads it, and a larger one would make the
         fresh model repeat its input with certainty. All but the untied embedding are cut off at 3 standard
         deviations.
@@ -203,7 +203,7 @@ class Llama3(nn.Module):
 
     def _matrix_std(self, fqn: str) -> float:
         if fqn in ("tok_embeddings.weight", "output.weight"):
-            return self.args.init_std if self.args.tie_embeddings else self.args.dim**-0.5
+            return self.args.init_std
         match = _LINEAR.fullmatch(fqn)
         if match is None or int(match["layer"]) >= self.args.n_layers:
             raise ValueError(f"Llama3 has no parameter {fqn!r}; strip wrapper prefixes such as '_orig_mod.' first")

@@ -68,7 +68,10 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
         if cost.fqn in owner:
             raise ValueError(f"{cost.fqn} is listed twice")
         in_unit = unit_bytes[cost.unit]
-        slot = min(range(num_slots), key=lambda s: (flops[s], in_unit[s], size[s], s))
+        if cost.flops:
+            slot = min(range(num_slots), key=lambda s: (flops[s], in_unit[s], size[s], s))
+        else:  # frozen: it costs its owner memory only
+            slot = min(range(num_slots), key=lambda s: (size[s], in_unit[s], s))
         owner[cost.fqn] = slot
         flops[slot] += cost.flops
         size[slot] += cost.bytes

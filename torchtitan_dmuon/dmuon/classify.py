@@ -6,6 +6,7 @@ substrings of names. Pure: reads modules and shapes only.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,9 +41,14 @@ def block_of(model: nn.Module, module_name: str) -> str | None:
         inside_container = isinstance(module, _CONTAINERS)
         module = module.get_submodule(part)
         prefix.append(part)
-        if inside_container:
+        if inside_container and not is_bare_container(module):
             return ".".join(prefix)
     return None
+
+
+def is_bare_container(module: nn.Module) -> bool:
+    """A list or dict of modules without a forward of its own: hooks on it would never fire."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str, Decision]:
@@ -84,7 +90,7 @@ def _decide(
         return Decision(False, f"not the weight of a linear layer ({type(module).__name__}.{leaf})")
     if block_of(model, module_name) is None:
         return Decision(False, "outside the repeated blocks")
-    if _is_router(module_name, module):
+    if _is_router(model, module_name, module):
         return Decision(False, "router")
     if min(param.shape) < min_matrix_dim:
         return Decision(False, f"thin: smaller side {min(param.shape)} < {min_matrix_dim}")
@@ -96,18 +102,20 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _is_router(module_name: str, module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Router") or module_name.endswith((".mlp.gate", ".router", ".router.gate"))
+def _is_router(model: nn.Module, module_name: str, module: nn.Module) -> bool:
+    """A linear layer that scores experts: inside something called router, or a ``gate`` beside experts."""
+    parent_name, _, leaf = module_name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if "router" in module_name.split(".") or any(type(m).__name__.endswith("Router") for m in (module, parent)):
+        return True
+    return leaf == "gate" and any("expert" in name for name, _ in parent.named_children())
 
 
 def _embedding_ids(model: nn.Module) -> set[int]:
     """Ids of the parameters of every embedding and, on HuggingFace models, of the output head."""
     holders = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    for method in ("get_input_embeddings", "get_output_embeddings"):  # HuggingFace's interface for them
-        if method in dir(type(model)):
-            try:
-                holder = type(model).__dict__.get(method, getattr(type(model), method))(model)
-            except NotImplementedError:  # a headless model
-                continue
-            holders += [holder] if isinstance(holder, nn.Module) else []
+    if hasattr(model, "get_input_embeddings"):  # HuggingFace's interface for embedding and head
+        for get in (model.get_input_embeddings, model.get_output_embeddings):
+            with contextlib.suppress(NotImplementedError):  # a model without one of them
+                holders += [found for found in [get()] if isinstance(found, nn.Module)]
     return {id(param) for holder in holders for param in holder.parameters(recurse=False)}

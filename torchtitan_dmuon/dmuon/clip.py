@@ -7,7 +7,7 @@ replicated over others. One number comes out of both, with one collective and wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,16 @@ from .lanes import Lane
 from .muon import Muon
 
 
-def local_norms(gradients: Iterable[torch.Tensor], norm_type: float) -> list[tuple[torch.Tensor, float]]:
+def local_norms(
+    gradients: Iterable[torch.Tensor], norm_type: float, plain_copies: int
+) -> list[tuple[torch.Tensor, float]]:
     """(p-norm of the local part, share that counts) of each gradient. A part that r ranks hold alike counts 1/r on
-    each of them."""
+    each of them; for plain tensors r is ``plain_copies``."""
     result = []
     for grad in gradients:
-        copies = 1
+        copies = plain_copies
         if isinstance(grad, DTensor):
+            copies = 1
             for dim, placement in enumerate(grad.placements):
                 if placement.is_partial():
                     raise ValueError("a partial gradient has no norm before it is reduced")
@@ -69,26 +72,26 @@ def _owned_gradients(optimizer: Muon) -> list[torch.Tensor]:
     return [dp.grad for dp in optimizer.runtime.owned if dp.grad is not None]
 
 
-def _fsdp_gradients(optimizer: Muon) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
 @torch.no_grad()
 def clip_gradients_(
-    gradients: list[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
     max_norm: float,
     lane: Lane,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    owned: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Clip ``gradients`` (plain tensors that exist on one rank, DTensors on any mesh within ``lane``) by their joint
-    p-norm. Collective over ``lane``. Returns the norm before clipping; raises as :func:`clip_grad_norm_`."""
+    """Clip by the joint p-norm of ``gradients`` (as found in ``param.grad``: DTensors on any mesh within ``lane``, or
+    plain tensors that every rank of ``lane`` holds alike) and ``owned`` ones (plain tensors that only this rank holds).
+    Collective over ``lane``. Returns the norm before clipping; raises as :func:`clip_grad_norm_`."""
     if not max_norm > 0 or not norm_type > 0:
         raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-    total = combine_norms(local_norms(gradients, float(norm_type)), float(norm_type), lane)
+    norm_type = float(norm_type)
+    norms = local_norms(gradients, norm_type, lane.size) + local_norms(owned, norm_type, 1)
+    total = combine_norms(norms, norm_type, lane)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total gradient norm (order {norm_type}) is {total.item()}; nothing was clipped")
-    clip_(gradients, total, max_norm)
+    clip_([*gradients, *owned], total, max_norm)
     return total
 
 
@@ -107,15 +110,16 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device).
     """
-    gradients = _owned_gradients(optimizer)
-    return clip_gradients_(gradients, max_norm, optimizer.runtime.lanes.reduce, norm_type, error_if_nonfinite)
+    lane, owned = optimizer.runtime.lanes.reduce, _owned_gradients(optimizer)
+    return clip_gradients_([], max_norm, lane, norm_type, error_if_nonfinite, owned)
 
 
 @torch.no_grad()
 def clip_total_grad_norm_(
     optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip all gradients of ``optimizer``, dedicated and FSDP2, by one joint p-norm. Collective. Otherwise as
+    """Clip all gradients of ``optimizer``, dedicated and others, by one joint p-norm. Collective. Otherwise as
     :func:`clip_grad_norm_`."""
-    gradients = _owned_gradients(optimizer) + _fsdp_gradients(optimizer)
-    return clip_gradients_(gradients, max_norm, optimizer.runtime.lanes.reduce, norm_type, error_if_nonfinite)
+    lane, owned = optimizer.runtime.lanes.reduce, _owned_gradients(optimizer)
+    others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return clip_gradients_(others, max_norm, lane, norm_type, error_if_nonfinite, owned)

@@ -43,8 +43,12 @@ def ownership_table(model: nn.Module) -> list[OwnershipRow]:
 
 
 def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -> str:
-    """A text table; with ``limit`` the middle is left out and counted."""
-    shown = rows if limit is None or len(rows) <= limit else [*rows[: limit - 2], *rows[-2:]]
+    """A text table; with ``limit`` at most so many rows are shown, the last two among them if there is room, and the
+    ones left out are counted."""
+    shown, tail = rows, 0
+    if limit is not None and len(rows) > limit:
+        tail = 2 if limit > 2 else 0
+        shown = [*rows[: limit - tail], *rows[len(rows) - tail :]]
     cells = [("parameter", "shape", "route", "owner", "why")]
     cells += [
         (
@@ -59,5 +63,5 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
     if len(shown) < len(rows):
-        lines.insert(len(lines) - 2, f"... {len(rows) - len(shown)} more")
+        lines.insert(len(lines) - tail, f"... {len(rows) - len(shown)} more")
     return "\n".join(lines)

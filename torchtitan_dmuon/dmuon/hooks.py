@@ -4,6 +4,7 @@ trainable dedicated parameter. Public PyTorch API only.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,34 +18,44 @@ from .unit import Unit
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``fn`` on every tensor inside nested lists, tuples, dicts and dataclasses; other objects are passed through."""
+    """``fn`` on every tensor inside nested lists, tuples, dicts and dataclasses; a container in which nothing changes
+    is passed through, and so is every other object."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = {f.name: map_tensors(fn, vars(value)[f.name]) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **mapped)
+    old = _items(value)
+    new = {key: map_tensors(fn, item) for key, item in old.items()}
+    if all(new[key] is old[key] for key in old):
+        return value
+    if dataclasses.is_dataclass(value):
+        settable = {f.name for f in dataclasses.fields(value) if f.init}
+        result = dataclasses.replace(value, **{key: item for key, item in new.items() if key in settable})
+        for key in new.keys() - settable:
+            object.__setattr__(result, key, new[key])
+        return result
     if isinstance(value, dict):
-        return type(value)((key, map_tensors(fn, item)) for key, item in value.items())
-    if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple
-        return type(value)(*(map_tensors(fn, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(fn, item) for item in value)
-    return value
+        result = copy.copy(value)
+        result.update(new)
+        return result
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*new.values())
+    return type(value)(new.values())  # lists, tuples, and what torch.max and its kin return
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(vars(value)[field.name])
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+    for item in _items(value).values():
+        yield from tensors_in(item)
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    """What a container holds, by key or position; empty for anything else."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else {}
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -36,6 +36,7 @@ class ParamSpec:
         cast_forward_inputs: cast floating inputs of the boundary to ``param_dtype``; ``None`` means only when a
             ``param_dtype`` was declared and the whole boundary shares it.
         reason: why the parameter is dedicated, for the ownership table.
+        declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
     """
 
     fqn: str
@@ -49,6 +50,7 @@ class ParamSpec:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool | None = None
     reason: str = ""
+    declares_param_dtype: bool = False
 
 
 SETTABLE = (
@@ -129,15 +131,22 @@ def _parse(policy: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[tuple
     for key in policy:
         if key not in ("defaults", "overrides"):
             raise ValueError(f"param_policy: unknown key {key!r}{nearest(key, ('defaults', 'overrides'))}")
-    defaults = {key: _check(key, value, "param_policy defaults") for key, value in policy.get("defaults", {}).items()}
+    defaults = _fields(policy.get("defaults", {}), "param_policy defaults")
     overrides = []
     for position, rule in enumerate(policy.get("overrides", ())):
         where = f"param_policy overrides[{position}]"
         if set(rule) != {"name", "set"}:
             raise ValueError(f"{where}: needs exactly the keys 'name' and 'set', got {sorted(rule)}")
         names = [rule["name"]] if isinstance(rule["name"], str) else list(rule["name"])
-        overrides.append((names, {key: _check(key, value, where) for key, value in rule["set"].items()}))
+        if not names:
+            raise ValueError(f"{where}: 'name' is empty, so the rule matches nothing")
+        overrides.append((names, _fields(rule["set"], where)))
     return defaults, overrides
+
+
+def _fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    checked = {key: _check(key, value, where) for key, value in values.items()}
+    return checked | ({"declares_param_dtype": True} if "param_dtype" in checked else {})
 
 
 def _check(key: str, value: Any, where: str) -> Any:
@@ -173,18 +182,22 @@ def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype 
         ValueError: its parameters disagree on what the boundary as a whole has to do.
     """
     specs = list(specs)
-    for field in ("output_dtype", "grad_dtype", "cast_forward_inputs"):
-        seen = {vars(spec)[field]: spec.fqn for spec in specs if field != "grad_dtype" or spec.trainable}
-        if len(seen) > 1:
-            told = ", ".join(f"{fqn}: {value}" for value, fqn in seen.items())
-            raise ValueError(f"hook boundary {name or '<root>'!r}: conflicting {field} ({told}); give it one value")
-    dtypes = {spec.param_dtype: spec.fqn for spec in specs}
-    cast = specs[0].cast_forward_inputs
-    if cast and len(dtypes) > 1:
-        told = ", ".join(f"{fqn}: {dtype}" for dtype, fqn in dtypes.items())
-        raise ValueError(
-            f"hook boundary {name or '<root>'!r}: cast_forward_inputs with conflicting param_dtype ({told}); "
-            "give the boundary one param_dtype or set cast_forward_inputs to False"
-        )
-    casts_inputs = len(dtypes) == 1 if cast is None else cast
-    return (specs[0].param_dtype if casts_inputs else None), specs[0].output_dtype
+    _one_value(name, "grad_dtype", [spec for spec in specs if spec.trainable])
+    output_dtype = _one_value(name, "output_dtype", specs)
+    cast = _one_value(name, "cast_forward_inputs", specs)
+    if cast is None:
+        dtypes = {spec.param_dtype if spec.declares_param_dtype else None for spec in specs}
+        return (dtypes.pop() if len(dtypes) == 1 else None), output_dtype
+    advice = "; give the boundary one param_dtype or set cast_forward_inputs to False"
+    input_dtype = _one_value(name, "param_dtype", specs, "cast_forward_inputs with ", advice) if cast else None
+    return input_dtype, output_dtype
+
+
+def _one_value(
+    name: str, field: str, specs: list[ParamSpec], prefix: str = "", advice: str = "; give it one value"
+) -> Any:
+    seen = {vars(spec)[field]: spec.fqn for spec in specs}
+    if len(seen) > 1:
+        told = ", ".join(f"{fqn}: {value}" for value, fqn in seen.items())
+        raise ValueError(f"hook boundary {name or '<root>'!r}: {prefix}conflicting {field} ({told}){advice}")
+    return next(iter(seen), None)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from . import fsdp2
 from .assignment import Assignment, MatrixCost, assign
-from .classify import block_of, canonical_fqn, classify
+from .classify import block_of, canonical_fqn, classify, is_bare_container
 from .hooks import register_hooks
 from .mesh import Lanes, Layout, build_lanes, build_layout
 from .newton_schulz import newton_schulz_flops
@@ -257,7 +257,7 @@ def _nearest_accepted(
     modules: Mapping[str, nn.Module], name: str, accept: Callable[[str, nn.Module], bool]
 ) -> str | None:
     while True:
-        if accept(canonical_fqn(name), modules[name]):
+        if accept(canonical_fqn(name), modules[name]) and not is_bare_container(modules[name]):
             return name
         if not name:
             return None
@@ -296,9 +296,6 @@ def _build(
         _take_over(pack)
         pinned = any(other != name and (not name or other.startswith(f"{name}.")) for other in names) or not name
         input_dtype, output_dtype = casts[name]
-        declared = any(dp.spec.param_dtype != dp.spec.master_dtype for dp in params)
-        if params[0].spec.cast_forward_inputs is None and not declared:
-            input_dtype = None
         units.append(Unit(canonical_fqn(name), modules[name], [pack], lanes, pinned, input_dtype, output_dtype))
     schedule = UnitSchedule(units, keep_unsharded=mode == "z2", prefetch=prefetch)
     register_hooks(model, schedule)
@@ -355,7 +352,7 @@ def ignored_params(model: nn.Module) -> set[nn.Parameter]:
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks. 1.0 leaves sums, for a
     loss already divided by the global number of tokens."""
-    if factor <= 0:
+    if not factor > 0:
         raise ValueError(f"factor must be positive, got {factor}")
     runtime_of(model).divide_factor = float(factor)
 

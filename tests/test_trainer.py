@@ -1,0 +1,219 @@
+"""The whole program, run as users run it: train, stop, resume, and every way to be refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.training import start_torchrun, tiny, train, write_corpus
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    return tmp_path
+
+
+def checkpoint_of(folder, step, out="out"):
+    """All tensors of a checkpoint, by name."""
+    path = folder / f"{out}-{step}.pt"
+    dcp_to_torch_save(str(folder / out / "checkpoint" / f"step-{step}"), str(path))
+    return torch.load(path)
+
+
+def assert_bitwise(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("optimizer", ["DMuon", "AdamW"])
+def test_resume_is_bitwise(folder, optimizer):
+    """Stopped at 2 and at 4 and resumed, against a run that was never stopped; both logs and tensors."""
+    whole = train(2, *tiny(folder, optimizer__name=optimizer, training__steps=6, lr_scheduler__total_steps=6))
+    assert whole.codes == [0, 0], whole.output
+    expected = checkpoint_of(folder, 6)
+    shutil.rmtree(folder / "out")
+    seen = {}
+    for stop in (2, 4, 6):
+        part = train(2, *tiny(folder, optimizer__name=optimizer, training__steps=stop, lr_scheduler__total_steps=6))
+        assert part.codes == [0, 0], part.output
+        seen |= part.steps
+    assert seen == whole.steps and list(seen) == [1, 2, 3, 4, 5, 6]
+    assert_bitwise(checkpoint_of(folder, 6), expected)
+    assert json.loads((folder / "out/checkpoint/step-6/trainer.json").read_text())["loader"]["consumed_samples"] == 24
+    assert "steps = 6" in (folder / "out/checkpoint/step-6/config.toml").read_text()
+
+
+def test_resume_on_other_numbers_of_ranks(folder):
+    """2 ranks, then 4, then 1, with one global batch: the losses of a run on 2."""
+    options = {"training__global_batch_size": 8, "lr_scheduler__total_steps": 6}
+    whole = train(2, *tiny(folder, training__steps=6, **options))
+    shutil.rmtree(folder / "out")
+    seen = {}
+    for world, stop in ((2, 2), (4, 4), (1, 6)):
+        part = train(world, *tiny(folder, training__steps=stop, **options))
+        assert part.codes == [0] * world, part.output
+        seen |= part.steps
+    for step, values in whole.steps.items():
+        assert seen[step] == pytest.approx(values, abs=2e-4), step
+
+
+def test_accumulation_does_not_change_the_losses(folder):
+    """The same global batch in 1 and in 4 micro-batches a rank, ragged documents included."""
+    runs = [
+        train(
+            2,
+            *tiny(folder, training__local_batch_size=local, training__global_batch_size=16, checkpoint__enable=False),
+        )
+        for local in (8, 2)
+    ]
+    assert runs[0].codes == runs[1].codes == [0, 0], runs[1].output
+    for step, values in runs[0].steps.items():
+        assert runs[1].steps[step] == pytest.approx(values, abs=1.1e-4), step  # the log has four digits
+
+
+def test_one_process_without_torchrun_equals_two(folder):
+    options = {"training__global_batch_size": 4, "checkpoint__enable": False}
+    alone = train(1, *tiny(folder, **options))
+    both = train(2, *tiny(folder, **options))
+    for step, values in both.steps.items():
+        assert alone.steps[step] == pytest.approx(values, abs=2e-4), step
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_is_bitwise(folder, mode):
+    options = {"checkpoint__enable": False, "training__steps": 3}
+    plain = train(2, *tiny(folder, **options))
+    for option in ("op", "2") if mode == "selective" else ("op",):
+        recomputed = train(
+            2,
+            *tiny(
+                folder, activation_checkpoint__mode=mode, activation_checkpoint__selective_ac_option=option, **options
+            ),
+        )
+        assert recomputed.steps == plain.steps and len(plain.steps) == 3, recomputed.output
+
+
+def test_bf16_validation_and_tensorboard(folder):
+    run = train(
+        2,
+        *tiny(
+            folder,
+            training__mixed_precision_param="bfloat16",
+            dmuon__mode="z2",
+            validation__enable=True,
+            validation__dataset="text",
+            validation__dataset_path=folder / "corpus" / "00[0-6].txt",
+            validation__seq_len=32,
+            validation__freq=2,
+            metrics__enable_tensorboard=True,
+        ),
+    )
+    assert run.codes == [0, 0], run.output
+    assert run.output.count("validation: step:") == 2
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "out" / "tb")).Reload()
+    assert [round(e.value, 4) for e in events.Scalars("train/loss")] == pytest.approx(
+        [values[0] for values in run.steps.values()], abs=1e-4
+    )
+    assert [e.step for e in events.Scalars("validation/loss")] == [2, 4]
+    assert {"train/optimizer_ms", "train/step_ms", "train/data_ms", "train/peak_memory_gib"} <= set(
+        events.Tags()["scalars"]
+    )
+    table = json.loads((folder / "out/ownership.json").read_text())
+    assert sum(row["route"] == "muon" for row in table) == 42 and {row["owner"] for row in table} == {0, 1, None}
+
+
+# ------------------------------------------------------------------ being refused
+
+
+def assert_refused(run, message):
+    """Exit code 1 and one error line on every rank, no traceback."""
+    for code, output in zip(run.codes, run.outputs, strict=True):
+        assert code == 1, output
+        assert "Traceback" not in output, output
+        errors = [line for line in output.splitlines() if "error:" in line]
+        assert len(errors) == 1 and message in errors[0], output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"training__sep_len": 3}, "training.sep_len (command line): unknown key, nearest is training.seq_len"),
+        ({"training__steps": "many"}, "training.steps (command line): "),
+        ({"training__global_batch_size": 7}, "training.global_batch_size = 7 is not a multiple of"),
+        ({"training__dataset_path": "/nowhere/*.txt"}, "training.dataset_path"),
+        ({"job__dump_folder": "/dev/null/out"}, "job.dump_folder: cannot write to /dev/null/out"),
+        ({"model__flavor": "7B"}, "model: unknown flavor of llama3"),
+        ({"parallelism__data_parallel_shard_degree": 3}, "parallelism.data_parallel_shard_degree: found 3, expected 2"),
+        ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
+        ({"dmuon__ns_coefficients": "deepseek_v4"}, "dmuon.ns_backend, ns_coefficients, ns_steps"),
+        ({"checkpoint__load_step": 3}, "checkpoint.load_step: "),
+    ],
+)
+def test_one_clear_line(folder, overrides, message):
+    assert_refused(train(2, *tiny(folder, **overrides), timeout=60), message)
+
+
+def test_half_written_checkpoints_are_skipped(folder):
+    run = train(2, *tiny(folder, training__steps=6))
+    assert run.codes == [0, 0], run.output
+    checkpoints = folder / "out" / "checkpoint"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]  # keep_latest_k = 2
+    shard = next((checkpoints / "step-6").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    (checkpoints / "step-8").mkdir()
+    (checkpoints / "step-9.incomplete").mkdir()
+    run = train(2, *tiny(folder, training__steps=6))
+    assert run.codes == [0, 0], run.output
+    assert "step-6: half-written" in run.output and "step-8: half-written, .metadata is missing" in run.output
+    assert "Resumed from checkpoint" in run.output and "step-4" in run.output.split("Resumed from checkpoint")[1]
+    assert list(run.steps) == [5, 6]
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(folder):
+    train(2, *tiny(folder, training__steps=2))
+    run = train(2, *tiny(folder, training__steps=4, optimizer__name="AdamW"))
+    assert_refused(run, "was written by llama3 debugmodel with DMuon")
+
+
+def test_non_finite_loss_stops_every_rank_before_anything_moves(folder):
+    run = train(2, *tiny(folder, optimizer__lr="1e30", lr_scheduler__warmup_steps=0, checkpoint__interval=1))
+    assert_refused(run, "the loss or the gradient norm is not finite")
+
+
+def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
+    arguments = tiny(folder, training__steps=5000, lr_scheduler__total_steps=5000, metrics__log_freq=1000)
+    process = start_torchrun(2, *arguments)
+    checkpoints = folder / "out" / "checkpoint"
+    deadline = time.monotonic() + 60
+    while not (checkpoints.is_dir() and any(checkpoints.glob("step-[0-9]*/trainer.json"))):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        time.sleep(0.2)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[1]), signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.monotonic() - killed < 60, output
+    last = max(
+        int(path.parent.name[5:]) for path in checkpoints.glob("step-*/trainer.json") if "incomplete" not in str(path)
+    )
+    run = train(2, *tiny(folder, training__steps=last + 2, lr_scheduler__total_steps=5000))
+    assert run.codes == [0, 0], run.output
+    assert list(run.steps) == [last + 1, last + 2]
+
+
+def test_nothing_to_do(folder):
+    train(2, *tiny(folder, training__steps=2))
+    run = train(2, *tiny(folder, training__steps=2))
+    assert run.codes == [0, 0] and "Nothing to do: step 2 of 2 is done" in run.output
