@@ -104,8 +104,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_router(model: nn.Module, module_name: str, module: nn.Module) -> bool:
     """A linear layer that scores experts: inside something called router, or a ``gate`` beside experts."""
-    parent_name, _, leaf = module_name.rpartition(".")
-    parent = model.get_submodule(parent_name)
+    parts = module_name.split(".")
+    while parts[-1] in _WRAPPER_PARTS:
+        parts.pop()
+    leaf = parts.pop()
+    parent = model.get_submodule(".".join(parts))
     if "router" in module_name.split(".") or any(type(m).__name__.endswith("Router") for m in (module, parent)):
         return True
     return leaf == "gate" and any("expert" in name for name, _ in parent.named_children())

@@ -125,8 +125,8 @@ class NewtonSchulz:
                 f"coefficient set {name!r} has no restart that keeps the Gram form accurate: use backend='direct' "
                 "or give restart_iterations"
             )
-        if any(not at > 0 for at in restarts or ()):
-            raise ValueError(f"restart_iterations must be positive, got {restart_iterations}")
+        if any(not 0 < at < steps for at in restart_iterations or ()):
+            raise ValueError(f"restart_iterations must lie between 1 and {steps - 1}, got {restart_iterations}")
         self.backend = backend
         self.name = name
         self.coefficients: Coefficients = triples[:steps]
