@@ -53,7 +53,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, lane: dmuo
     if isinstance(optimizer, dmuon.Muon):
         return dmuon.clip_total_grad_norm_(optimizer, max_norm)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return dmuon.clip_gradients_(gradients, max_norm, lane)
+    return dmuon.clip_gradients_(gradients, max_norm, [lane])
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:

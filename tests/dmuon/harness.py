@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from tests.oracle import ToyModel, batch, is_proj, loss_of
 
 
-def build(world, model=None, predicate=is_proj, shard=True, optimizer=True, fsdp=None, muon=None, **dedicate):
-    """(model, optimizer) dedicated over a 1-D mesh and wrapped by FSDP2 as in the guide."""
-    mesh = init_device_mesh("cpu", (world,))
+def tensor_parallel_plan():
+    """Every kind of placement: columns, rows (with a replicated bias), and columns gathered again."""
+    return {
+        "q_proj": ColwiseParallel(output_layouts=Replicate()),
+        "up_proj": ColwiseParallel(use_local_output=False),  # a DTensor knows uneven sizes
+        "down_proj": RowwiseParallel(),
+    }
+
+
+def build(
+    world, model=None, predicate=is_proj, shard=True, optimizer=True, fsdp=None, muon=None, mesh=None, **dedicate
+):
+    """(model, optimizer) dedicated over ``mesh`` = (replicate, shard, tp) sizes, by default 1-D, and wrapped by tensor
+    parallelism and FSDP2 as in the guide."""
+    replicate, size, tp = mesh or (1, world, 1)
+    assert replicate * size * tp == world
     model = ToyModel() if model is None else model
-    dmuon.dedicate_params(model, mesh, predicate=predicate, **dedicate)
+    if tp == 1 and replicate == 1:
+        data_mesh = init_device_mesh("cpu", (world,))
+        dmuon.dedicate_params(model, data_mesh, predicate=predicate, **dedicate)
+    else:
+        names = unique_names("replicate", "shard", "tp")
+        grid = init_device_mesh("cpu", (replicate, size, tp), mesh_dim_names=names)
+        if tp > 1:
+            for layer in model.layers:
+                parallelize_module(layer, grid[names[2]], tensor_parallel_plan())
+            dedicate["tp_mesh"] = grid[names[2]]
+        if replicate > 1:
+            dedicate["replicate_mesh"] = grid[names[0]]
+        dmuon.dedicate_params(model, grid[names[1]], predicate=predicate, **dedicate)
+        data_mesh = grid[names[:2]] if replicate > 1 else grid[names[1]]
     if shard:
         for layer in model.layers:
-            fully_shard(layer, mesh=mesh, **(fsdp or {}))
-        fully_shard(model, mesh=mesh, **(fsdp or {}))
+            fully_shard(layer, mesh=data_mesh, **(fsdp or {}))
+        fully_shard(model, mesh=data_mesh, **(fsdp or {}))
     return model, dmuon.Muon(model, **(muon or {})) if optimizer else None
+
+
+_COUNTER = itertools.count()
+
+
+def unique_names(*names):
+    """Mesh dimension names of their own: DTensor caches decisions by mesh, equal meshes are one to it, and the groups
+    of an earlier test are gone."""
+    number = next(_COUNTER)
+    return tuple(f"{name}_{number}" for name in names)
+
+
+def data_rank(rank, mesh):
+    """Index of the data a rank reads: tensor-parallel columns share it."""
+    return rank // mesh[2] if mesh else rank
 
 
 def train(model, optimizer, steps, rank, start=0, loss_fn=loss_of):
@@ -47,17 +91,41 @@ def sharded_parameters(model):
     return list(model.named_parameters())
 
 
+def _gather(model, values):
+    """Name -> [(offset, tensor)] over all ranks, from this rank's ``piece -> tensor``."""
+    held = []
+    for piece, tensor in values.items():
+        offset = [piece.start] + [0] * (tensor.ndim - 1)
+        dp = piece.dp
+        if piece.spec.route == "sharded_adamw" and dp.tp_dim is not None:
+            step = -(-dp.shape[dp.tp_dim] // dp.tp_columns)
+            offset[dp.tp_dim] += min(dp.tp_column * step, dp.shape[dp.tp_dim])
+        held.append((piece.fqn, offset[: tensor.ndim], tensor))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    found = {}
+    for fqn, offset, tensor in (entry for rank in everyone for entry in rank):
+        found.setdefault(fqn, []).append((offset, tensor))
+    return found
+
+
+def _assemble(shape, dtype, parts):
+    full = torch.full(shape, torch.nan, dtype=dtype)
+    for offset, tensor in parts:
+        full[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor
+    assert not full.isnan().any() or any(t.isnan().any() for _, t in parts), "some part has no owner"
+    return full
+
+
 def full_weights(model):
     """Name -> full fp32 weight on every rank. Collective."""
+    runtime = vars(model)["_dmuon_runtime"]
+    parts = _gather(model, {piece: piece.master for piece in runtime.owned})
+    dedicated = {dp.fqn: dp for dp in runtime.params}
     weights = {}
-    owned = dmuon.get_model_state_dict(model)
-    dedicated = {dp.fqn: dp for dp in dmuon.get_dedicated_params(model)}
     for name, param in sharded_parameters(model):
         if name in dedicated:
-            dp = dedicated[name]
-            tensor = owned[name].clone() if dp.is_owned else torch.empty(dp.shape, dtype=dp.spec.master_dtype)
-            dist.broadcast(tensor, src=dp.owner_rank)
-            weights[name] = tensor
+            weights[name] = _assemble(dedicated[name].shape, dedicated[name].spec.master_dtype, parts[name])
         else:
             weights[name] = full_tensor(param.detach()).clone()
     return weights
@@ -67,16 +135,13 @@ def full_gradients(model):
     """Name -> full gradient on every rank, ``None`` where no rank had one. Collective."""
     runtime = vars(model)["_dmuon_runtime"]
     runtime.wait_gradients()
-    gradients = {}
+    parts = _gather(model, {p: p.grad for p in runtime.owned if p.grad is not None and p.grad_count != 0})
     dedicated = {dp.fqn: dp for dp in runtime.params}
+    gradients = {}
     for name, param in sharded_parameters(model):
         if name in dedicated:
             dp = dedicated[name]
-            have = torch.zeros(()) if dp.grad is None else (dp.grad_count != 0).float()
-            dist.broadcast(have, src=dp.owner_rank)
-            tensor = dp.grad.clone() if dp.grad is not None else torch.zeros(dp.shape, dtype=dp.spec.grad_dtype)
-            dist.broadcast(tensor, src=dp.owner_rank)
-            gradients[name] = tensor if have else None
+            gradients[name] = _assemble(dp.shape, dp.spec.grad_dtype, parts[name]) if name in parts else None
         else:
             gradients[name] = None if param.grad is None else full_tensor(param.grad).clone()
     return gradients

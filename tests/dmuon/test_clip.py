@@ -10,13 +10,33 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_gradients, full_tensor, full_weights, weights_of
+from tests.dmuon.harness import assert_same, build, data_rank, full_gradients, full_tensor, full_weights, weights_of
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.clip import clip_gradients_, combine_norms, local_norms
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
 EVERYTHING = lambda name, param: True  # noqa: E731
+GRIDS = {"2x2": (2, 2, 1), "4x1": (4, 1, 1), "dp2 tp2": (1, 2, 2), "tp4": (1, 1, 4), "2x1x2": (2, 1, 2)}
+TYPE_SPLIT = {
+    "defaults": {"route": "adamw"},
+    "overrides": [
+        {"name": "re:proj.weight$", "set": {"route": "muon"}},
+        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+    ],
+}
+
+
+def odd_model():
+    """Sizes that neither 2 nor 4 divide, so that some shards are smaller or empty."""
+    return ToyModel(dim=20, hidden=37)
+
+
+def build_on_grid(world, mesh, routes):
+    """Muon matrices dedicated and the rest under FSDP2, or everything dedicated on the three routes."""
+    if routes:
+        return build(world, odd_model(), EVERYTHING, shard=False, mesh=mesh, param_policy=TYPE_SPLIT)
+    return build(world, odd_model(), mesh=mesh)
 
 
 def backward(model, rank, step=0, scale=1.0):
@@ -110,15 +130,91 @@ def test_norm_over_different_meshes(rank, world):
     own = [torch.full((2, 2), float(r + 1)) for r in range(world)]
     alike = torch.randn(3, 3, generator=generator)
     everything = torch.cat([x.double().flatten() for x in [*full, *own, alike]])
-    lane = build(world)[0]._dmuon_runtime.lanes.reduce
+    lanes = build(world)[0]._dmuon_runtime.lanes.grid
     for p in NORMS:
-        norm = combine_norms(local_norms([*shards, own[rank]], p, 1) + local_norms([alike], p, world), p, lane)
+        norm = combine_norms(local_norms([*shards, alike], p, world) + local_norms([own[rank]], p, 1), p, lanes)
         torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
         copies = [x.clone() for x in (*shards, alike, own[rank])]
-        norm = clip_gradients_(copies[:-1], 1e-2, lane, p, owned=copies[-1:])
+        norm = clip_gradients_(copies[:-1], 1e-2, lanes, p, owned=[(copies[-1], 1)])
         torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
         for copy, whole in zip(copies, [*full, alike, own[rank]], strict=True):
             torch.testing.assert_close(full_tensor(copy), whole * (1e-2 / (norm + 1e-6)), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", GRIDS)
+@pytest.mark.parametrize("routes", [False, True])
+@distributed(world=4)
+def test_norms_and_clipping_on_a_grid(rank, world, mesh, routes):
+    """HSDP, tensor parallelism and both: whatever is held in several copies counts once and is scaled everywhere."""
+    shape = GRIDS[mesh]
+    model, optimizer = build_on_grid(world, shape, routes)
+    oracle = odd_model()
+    backward(model, data_rank(rank, shape))
+    oracle_backward(oracle, shape[0] * shape[1])
+    before = full_gradients(model)
+    assert_same(before, {name: param.grad for name, param in oracle.named_parameters()}, atol=2e-6)
+    for p in NORMS:
+        for clip, chosen in ((dmuon.clip_grad_norm_, is_proj), (dmuon.clip_total_grad_norm_, EVERYTHING)):
+            norm = clip(optimizer, 1e9, norm_type=p)
+            torch.testing.assert_close(norm.double(), norm_of(oracle, chosen, p), atol=0, rtol=3e-6)
+            everywhere = [None] * world
+            dist.all_gather_object(everywhere, norm.item())
+            assert len(set(everywhere)) == 1
+    assert_same(full_gradients(model), before, atol=0, rtol=0)
+    factor = 1e-3 / (dmuon.clip_grad_norm_(optimizer, 1e-3).item() + 1e-6)
+    expected = {name: grad * factor if is_proj(name, grad) else grad for name, grad in before.items()}
+    after = full_gradients(model)
+    assert_same(after, expected, atol=0, rtol=1e-6)
+    for name in before:
+        assert torch.equal(after[name], before[name]) == (not is_proj(name, before[name])), name
+    factor = 1e-3 / (dmuon.clip_total_grad_norm_(optimizer, 1e-3).item() + 1e-6)
+    assert_same(full_gradients(model), {name: grad * factor for name, grad in after.items()}, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), *GRIDS.values()])
+@distributed(world=4)
+def test_lanes_reach_every_rank_once(rank, world, mesh):
+    lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.grid
+    values = [torch.tensor(3.0 + r) for r in range(world)]
+    for p in NORMS:
+        norm = combine_norms([(values[rank], 1.0)], p, lanes)
+        torch.testing.assert_close(norm, torch.stack(values).norm(p), atol=0, rtol=1e-6)
+        assert combine_norms([], p, lanes) == 0.0
+        only_one = [(values[rank], 1.0)] if rank == 2 else []
+        torch.testing.assert_close(combine_norms(only_one, p, lanes), values[2], atol=0, rtol=1e-6)
+
+
+@distributed(world=4)
+def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
+    """What FSDP2 makes beside tensor parallelism: sharded over dp, held alike by every tp column."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0)
+    split, same, deep, pair = (torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (3, 8), (4, 2)))
+    gradients = [
+        distribute_tensor(split, grid["dp"], [Shard(0)], src_data_rank=None),
+        distribute_tensor(same, grid["dp"], [Replicate()], src_data_rank=None),
+        distribute_tensor(deep, grid["tp"], [Shard(1)], src_data_rank=None),
+        distribute_tensor(pair, grid, [Shard(0), Replicate()], src_data_rank=None),
+    ]
+    for gradient, share in zip(gradients, (1 / 2, 1 / 4, 1 / 2, 1 / 2), strict=True):
+        ((norm, counted),) = local_norms([gradient], 2.0, world)
+        assert counted == share
+        torch.testing.assert_close(norm, gradient.to_local().norm())
+    # Two ranks hold the same owned gradient: those of one tp column.
+    owned = [torch.full((2, 3), 1.0 + column) for column in range(2)]
+    everything = torch.cat([x.double().flatten() for x in (split, same, deep, pair, *owned)])
+    for mesh in ((1, 2, 2), (1, 4, 1)):
+        lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.grid
+        assert len(lanes) == (2 if mesh[2] > 1 else 1)
+        for p in NORMS:
+            copies = [x.clone() for x in gradients]
+            mine = owned[rank % 2].clone()
+            norm = clip_gradients_(copies, 1e-2, lanes, p, owned=[(mine, 2)])
+            torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
+            factor = 1e-2 / (norm + 1e-6)
+            for copy, whole in zip(copies, (split, same, deep, pair), strict=True):
+                torch.testing.assert_close(copy.full_tensor(), whole * factor, atol=0, rtol=1e-6)
+            torch.testing.assert_close(mine, owned[rank % 2] * factor, atol=0, rtol=1e-6)
 
 
 @distributed(world=2)
@@ -249,7 +345,8 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
         mine, clips = rank == 1, (dmuon.clip_total_grad_norm_,)
     else:
         dp = dmuon.get_dedicated_params(model)[0]
-        gradient, mine, clips = dp.grad, dp.is_owned, (dmuon.clip_grad_norm_, dmuon.clip_total_grad_norm_)
+        piece = dp.pieces[0]
+        gradient, mine, clips = piece.grad, piece.is_owned, (dmuon.clip_grad_norm_, dmuon.clip_total_grad_norm_)
     healthy = gradient[0, 0].item() if mine else None
     for value, is_expected in (
         (math.nan, torch.isnan),
@@ -266,14 +363,46 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
                 for name, grad in full_gradients(model).items():
                     torch.testing.assert_close(grad, before[name], atol=0, rtol=0, equal_nan=True)
                 everything = clip is dmuon.clip_total_grad_norm_
-                gradients = [dp.grad for dp in dmuon.get_owned_params(model)]
-                gradients += [q.grad for q in model.parameters() if q.grad is not None] if everything else []
-                norm = combine_norms(local_norms(gradients, p, 1), p, model._dmuon_runtime.lanes.reduce)
+                others = [q.grad for q in model.parameters() if q.grad is not None] if everything else []
+                norms = local_norms([own.grad for own in dmuon.get_owned_params(model)], p, 1)
+                norm = combine_norms(norms + local_norms(others, p, world), p, model._dmuon_runtime.lanes.grid)
                 assert is_expected(norm), (value, p)
     if mine:
         gradient[0, 0] = healthy
     if not sharded:  # the Muon-only norm does not see what is bad elsewhere
         assert dmuon.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True).isfinite()
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "2x1x2"])
+@pytest.mark.parametrize("route", ["muon", "adamw", "sharded_adamw"])
+@distributed(world=4)
+def test_one_bad_element_in_the_grid_is_known_everywhere(rank, world, mesh, route):
+    """One rank alone has it, and every stage has to carry it to the others."""
+    shape = GRIDS[mesh]
+    name = {"muon": "layers.1.up_proj.weight", "adamw": "layers.1.norm.weight", "sharded_adamw": "lm_head.weight"}
+    for value, is_expected in ((math.nan, torch.isnan), (-math.inf, torch.isposinf)):
+        model, optimizer = build_on_grid(world, shape, routes=True)
+        backward(model, data_rank(rank, shape))
+        model._dmuon_runtime.wait_gradients()
+        mine = [piece for piece in dmuon.get_owned_params(model) if piece.fqn == name[route]]
+        bad_rank = min(r for r, has in enumerate(everyones(bool(mine), world)) if has)
+        if rank == bad_rank:
+            assert mine[0].spec.route == route
+            mine[0].grad.view(-1)[0] = value
+        for p in NORMS:
+            for clip in (dmuon.clip_total_grad_norm_, dmuon.clip_grad_norm_):
+                if clip is dmuon.clip_total_grad_norm_ or route == "muon":
+                    with pytest.raises(RuntimeError, match="nothing was clipped"):
+                        clip(optimizer, 1e-3, norm_type=p, error_if_nonfinite=True)
+                else:
+                    assert clip(optimizer, 1e-3, norm_type=p).isfinite()
+        assert is_expected(dmuon.clip_total_grad_norm_(optimizer, math.inf))
+
+
+def everyones(value, world):
+    values = [None] * world
+    dist.all_gather_object(values, value)
+    return values
 
 
 @distributed(world=2)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -33,10 +34,10 @@ def test_rows(rank, world, shard):
         if row.name in owner:
             unit = ".".join(row.name.split(".")[:2])
             route = "muon" if trainable else "frozen"
-            assert row == OwnershipRow(row.name, shape, route, owner[row.name], unit, "predicate")
+            assert row == OwnershipRow(row.name, shape, route, (owner[row.name],), unit, "predicate")
         else:
             route = "adamw (FSDP2)" if trainable else "frozen"
-            assert row == OwnershipRow(row.name, shape, route, None, None, "not in the predicate")
+            assert row == OwnershipRow(row.name, shape, route, (), None, "not in the predicate")
     assert [row.name for row in rows if row.route == "frozen"] == ["layers.1.q_proj.weight", "norm.bias"]
 
     everywhere = [None] * world
@@ -62,7 +63,7 @@ def test_reasons_of_the_default_predicate_and_a_root_unit(rank, world):
         "layers.0.up_proj.weight",
         "layers.0.down_proj.weight",
     }
-    assert {row.unit for row in rows.values() if row.owner is not None} == {"<root>"}
+    assert {row.unit for row in rows.values() if row.owners} == {"<root>"}
     assert rows["layers.0.q_proj.weight"].reason == "Linear in a block"
     assert rows["layers.0.thin_proj.weight"].reason == "thin: smaller side 8 < 128"
     assert rows["layers.0.down_proj.bias"].reason == "1-D"
@@ -78,6 +79,51 @@ def test_tied_parameters_have_one_row(rank, world):
     assert "embed.weight" in names and "lm_head.weight" not in names
 
 
+class Stacked(ToyModel):
+    """With a stack of experts per layer: fewer than ranks, and more."""
+
+    def __init__(self):
+        super().__init__(layers=2)
+        for layer, experts in zip(self.layers, (1, 5), strict=True):
+            layer.experts = nn.Parameter(torch.randn(experts, 4, 6))
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+@distributed(world=4)
+def test_owners_on_every_route(rank, world, mesh):
+    policy = {
+        "defaults": {"route": "adamw"},
+        "overrides": [
+            {"name": ["re:proj.weight$", "experts"], "set": {"route": "muon"}},
+            {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+        ],
+    }
+    toy = Stacked()
+    toy.embed.weight.requires_grad_(False)
+    shapes = {name: tuple(param.shape) for name, param in toy.named_parameters()}
+    model, _ = build(world, toy, lambda name, param: True, shard=False, mesh=mesh, param_policy=policy)
+    table = ownership_table(model)
+    everywhere = [None] * world
+    dist.all_gather_object(everywhere, table)
+    assert all(other == table for other in everywhere)
+    rows = {row.name: row for row in table}
+    assert {name: row.shape for name, row in rows.items()} == shapes  # global also under tensor parallelism
+    pieces = {dp.fqn: dp.pieces for dp in dmuon.get_dedicated_params(model)}
+    for name, row in rows.items():
+        if name in ("embed.weight", "lm_head.weight"):
+            assert row.route == ("frozen" if name == "embed.weight" else "sharded_adamw")
+            assert row.owners == (0, 1, 2, 3)
+            continue
+        assert row.route == ("muon" if "experts" in name or name.endswith("proj.weight") else "adamw")
+        assert row.owners == tuple(sorted({piece.owner_rank for piece in pieces[name]}))
+        assert len(row.owners) == 1 or name == "layers.1.experts"
+    assert len(pieces["layers.1.experts"]) == 4 and len(rows["layers.1.experts"].owners) > 1
+    assert {row.unit for row in table} == {"<root>", "layers.0", "layers.1"}
+    told = {line.split()[0]: line for line in format_ownership_table(table).splitlines()}
+    assert told["lm_head.weight"].split()[2:5] == ["sharded_adamw", "4", "ranks"]
+    assert told["layers.0.experts"].split()[1:4] == ["1x4x6", "muon", str(rows["layers.0.experts"].owners[0])]
+
+
 def test_an_undedicated_model_has_no_table():
     with pytest.raises(RuntimeError, match=r"call dmuon.dedicate_params first"):
         ownership_table(ToyModel())
@@ -87,9 +133,9 @@ def test_an_undedicated_model_has_no_table():
 
 
 ROWS = [
-    OwnershipRow(f"layers.{i}.q_proj.weight", (20, 36), "muon", i % 4, f"layers.{i}", "predicate") for i in range(9)
+    OwnershipRow(f"layers.{i}.q_proj.weight", (20, 36), "muon", (i % 4,), f"layers.{i}", "predicate") for i in range(9)
 ]
-ROWS += [OwnershipRow("norm.weight", (20,), "adamw (FSDP2)", None, None, "not in the predicate")]
+ROWS += [OwnershipRow("norm.weight", (20,), "adamw (FSDP2)", (), None, "not in the predicate")]
 
 
 def test_as_dict_is_plain_data():
@@ -98,7 +144,7 @@ def test_as_dict_is_plain_data():
         "name": "norm.weight",
         "shape": [20],
         "route": "adamw (FSDP2)",
-        "owner": None,
+        "owners": [],
         "unit": None,
         "reason": "not in the predicate",
     }
@@ -111,6 +157,23 @@ def test_format():
         "norm.weight             20     adamw (FSDP2)  -      not in the predicate"
     )
     assert len(format_ownership_table(ROWS).splitlines()) == 11
+
+
+def test_format_of_several_owners():
+    rows = [
+        OwnershipRow("experts", (5, 4, 6), "muon", (0, 3), "<root>", "stack"),
+        OwnershipRow("scale", (), "adamw", (12,), "<root>", "scalar"),
+        OwnershipRow("embed", (29, 20), "sharded_adamw", tuple(range(16)), "<root>", "rows"),
+        OwnershipRow("head", (29, 20), "adamw (FSDP2)", (), None, "not in the predicate"),
+    ]
+    assert format_ownership_table(rows) == (
+        "parameter  shape  route          owner     why\n"
+        "experts    5x4x6  muon           2 ranks   stack\n"
+        "scale             adamw          12        scalar\n"
+        "embed      29x20  sharded_adamw  16 ranks  rows\n"
+        "head       29x20  adamw (FSDP2)  -         not in the predicate"
+    )
+    assert json.loads(json.dumps(rows[0].as_dict()))["owners"] == [0, 3]
 
 
 @pytest.mark.parametrize("limit", [10, 11, 100])

@@ -51,7 +51,7 @@ def test_only_what_a_rank_holds_is_allocated(rank, world):
     with torch.device("meta"):
         model = ToyModel(layers=4)
     model, _ = build(world, model, optimizer=False)
-    assert all(dp.master is None for dp in dmuon.get_dedicated_params(model))
+    assert all(piece.master is None for piece in dmuon.get_owned_params(model))
     largest, live = [0], [0]
 
     def counting_init(fqn, tensor):
@@ -60,8 +60,8 @@ def test_only_what_a_rank_holds_is_allocated(rank, world):
         init(fqn, tensor)
 
     dmuon.materialize(model, counting_init)
-    for dp in dmuon.get_dedicated_params(model):
-        assert (dp.master is not None) == dp.is_owned
+    for piece in (piece for dp in dmuon.get_dedicated_params(model) for piece in dp.pieces):
+        assert (piece.master is not None) == piece.is_owned == (piece.owner_rank == rank)
     rest = sum(1 for n, p in ToyModel(layers=4).named_parameters() if not is_proj(n, p))
     assert live[0] == len(dmuon.get_owned_params(model)) + rest
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_dmuon.dmuon.policy import ParamSpec, boundary_dtypes, matches, nearest, resolve_specs
+from torchtitan_dmuon.dmuon.policy import ROUTES, ParamSpec, boundary_dtypes, matches, nearest, resolve_specs
 
 Q0, Q1, UP0, UP1 = (
     "layers.0.attn.q_proj.weight",
@@ -129,6 +129,96 @@ def test_route_hint():
         resolve(hint=lambda name, param: "muno")
 
 
+def routes(*arguments, **keywords):
+    return {name: spec.route for name, spec in resolve(*arguments, **keywords).items()}
+
+
+def test_the_routes():
+    assert ROUTES == ("muon", "adamw", "sharded_adamw")
+    for route in ROUTES:
+        everywhere = dict.fromkeys((Q0, UP0, Q1, UP1), route)
+        assert routes({"defaults": {"route": route}}) == everywhere
+        assert routes({"overrides": [override("weight", route=route)]}) == everywhere
+        assert routes(hint=lambda name, param, route=route: route) == everywhere
+
+
+def test_overrides_choose_among_the_routes():
+    policy = {
+        "overrides": [override("up_proj", route="adamw"), override([UP1, "layers.0.attn"], route="sharded_adamw")]
+    }
+    assert routes(policy) == {Q0: "sharded_adamw", UP0: "adamw", Q1: "muon", UP1: "sharded_adamw"}
+    policy["overrides"].append(override("layers.1.*", route="muon"))
+    assert routes(policy) == {Q0: "sharded_adamw", UP0: "adamw", Q1: "muon", UP1: "muon"}
+    assert routes(
+        {"defaults": {"route": "adamw"}, "overrides": [override("q_proj", param_dtype=BF16)]}
+    ) == dict.fromkeys((Q0, UP0, Q1, UP1), "adamw")
+
+
+def test_a_route_hint_is_stronger_than_the_defaults_and_weaker_than_overrides():
+    hints = {Q0: "adamw", UP0: "sharded_adamw", Q1: "muon"}
+
+    def hint(name, param):
+        return hints.get(name)
+
+    assert routes(hint=hint) == {**hints, UP1: "muon"}
+    assert routes({"defaults": {"route": "sharded_adamw"}}, hint=hint) == {**hints, UP1: "sharded_adamw"}
+    policy = {"defaults": {"route": "adamw"}, "overrides": [override("layers.0.", route="muon", optim_dtype=BF16)]}
+    assert routes(policy, hint=hint) == {Q0: "muon", UP0: "muon", Q1: "muon", UP1: "adamw"}
+    # A rule about something else leaves the hint standing.
+    assert routes({"overrides": [override("layers", param_dtype=BF16)]}, hint=hint) == {**hints, UP1: "muon"}
+
+
+def llama(layers=2):
+    shapes = {"model.embed_tokens.weight": (32, 8)}
+    for prefix in (f"model.layers.{i}" for i in range(layers)):
+        shapes |= {f"{prefix}.self_attn.{name}.weight": (8, 8) for name in ("q_proj", "o_proj")}
+        shapes |= {f"{prefix}.self_attn.{name}.weight": (4, 8) for name in ("k_proj", "v_proj")}
+        shapes |= {f"{prefix}.mlp.{name}.weight": (20, 8) for name in ("gate_proj", "up_proj")}
+        shapes |= {f"{prefix}.mlp.down_proj.weight": (8, 20)}
+        shapes |= {f"{prefix}.{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return parameters(**shapes, **{"model.norm.weight": (8,), "lm_head.weight": (32, 8)})
+
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("by_hint", [False, True])
+def test_the_guides_type_split_on_llama(by_hint):
+    """Matrices to Muon, vocabulary to shared rows, the rest to AdamW; everything computes in bfloat16."""
+    selected = llama()
+    overrides = [
+        override(PROJECTIONS, route="muon"),
+        override(["embed_tokens", "lm_head"], route="sharded_adamw"),
+    ]
+
+    def hint(name, param):
+        if "embed_tokens" in name or "lm_head" in name:
+            return "sharded_adamw"
+        return "muon" if name.split(".")[-2] in PROJECTIONS else None
+
+    policy = {"defaults": {"route": "adamw", "param_dtype": BF16}} | ({} if by_hint else {"overrides": overrides})
+    specs = resolve(policy, selected, hint if by_hint else None)
+    assert list(specs) == list(selected)
+    by_route = {route: {name for name, spec in specs.items() if spec.route == route} for route in ROUTES}
+    assert by_route["sharded_adamw"] == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert by_route["muon"] == {name for name in selected if "proj" in name} and len(by_route["muon"]) == 14
+    assert by_route["adamw"] == {name for name in selected if "norm" in name} and len(by_route["adamw"]) == 5
+    for name, spec in specs.items():
+        assert spec.shape == tuple(selected[name].shape)
+        assert (spec.param_dtype, spec.grad_dtype, spec.master_dtype, spec.optim_dtype) == (BF16, FP32, FP32, FP32)
+        assert spec.declares_param_dtype and spec.output_dtype is None
+    for boundary in ("model.layers.0.", "model.layers.1.", "lm_head"):
+        assert boundary_dtypes(boundary, [s for n, s in specs.items() if n.startswith(boundary)]) == (BF16, None)
+
+
+def test_a_type_split_without_the_vocabulary_selected_names_the_rule():
+    """As when the predicate takes the matrices only."""
+    selected = {name: param for name, param in llama().items() if "proj" in name}
+    rules = [override(PROJECTIONS, route="muon"), override(["embed_tokens", "lm_head"], route="sharded_adamw")]
+    with pytest.raises(ValueError, match=r"overrides\[1\]: 'embed_tokens' matches none of the 14 selected"):
+        resolve({"defaults": {"route": "adamw"}, "overrides": rules}, selected)
+
+
 def test_rules_are_not_changed():
     policy = {"defaults": {"param_dtype": BF16}, "overrides": [override(["q_proj"], grad_dtype=BF16)]}
     resolve(policy)
@@ -213,6 +303,12 @@ def test_a_rule_without_names_matches_nothing():
         ({"defaults": {"shape": (2, 2)}}, ["defaults", "unknown key 'shape'", "known: route, param_dtype"]),
         ({"defaults": {"fqn": "x"}}, ["unknown key 'fqn'"]),
         ({"defaults": {"route": "moun"}}, ["defaults", "unknown route 'moun'", "did you mean 'muon'"]),
+        (
+            {"defaults": {"route": "shard_adamw"}},
+            ["did you mean 'sharded_adamw'", "known: muon, adamw, sharded_adamw"],
+        ),
+        ({"defaults": {"route": "AdamW"}}, ["unknown route 'AdamW'", "known: muon, adamw, sharded_adamw"]),
+        ({"defaults": {"route": None}}, ["unknown route None"]),
         ({"overrides": [override("q", output_dtypes=BF16)]}, ["overrides[0]", "did you mean 'output_dtype'"]),
         ({"overrides": [override("q"), override("q", route="x")]}, ["overrides[1]", "unknown route 'x'"]),
         ({"overrides": [{"name": "q"}]}, ["overrides[0]", "'name' and 'set'", "['name']"]),
@@ -257,13 +353,39 @@ def test_cast_forward_inputs_is_a_bool(value):
         resolve({"defaults": {"cast_forward_inputs": value}})
 
 
-@pytest.mark.parametrize("shape", [(7,), (), (2, 3, 4)])
-def test_muon_needs_a_matrix(shape):
+@pytest.mark.parametrize("shape", [(7,), (), (2, 3, 4, 5)])
+def test_muon_needs_a_matrix_or_a_stack(shape):
+    selected = parameters(**{"ok": (2, 3), "layers.0.norm.weight": shape})
     with pytest.raises(ValueError) as caught:
-        resolve(selected=parameters(**{"ok": (2, 3), "layers.0.norm.weight": shape}))
-    assert f"layers.0.norm.weight: the muon route needs a matrix, this parameter has shape {list(shape)}" in str(
-        caught.value
-    )
+        resolve(selected=selected)
+    assert (
+        "layers.0.norm.weight: the muon route needs a matrix or a stack of matrices, this parameter has shape "
+        f"{list(shape)}"
+    ) in str(caught.value)
+    assert resolve({"overrides": [override("norm", route="adamw")]}, selected)["layers.0.norm.weight"].shape == shape
+    with pytest.raises(ValueError, match="needs a matrix or a stack"):  # also when a rule asks for it
+        resolve({"defaults": {"route": "adamw"}, "overrides": [override("norm", route="muon")]}, selected)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5, 3, 4), (1, 1, 1)])
+def test_muon_takes_matrices_and_stacks(shape):
+    assert resolve(selected=parameters(w=shape))["w"] == ParamSpec("w", shape, "muon", True, FP32)
+
+
+def test_shared_rows_need_a_row():
+    selected = parameters(ok=(2, 3), scale=())
+    with pytest.raises(ValueError, match=r"scale: the sharded_adamw route .* this parameter is a scalar"):
+        resolve({"defaults": {"route": "sharded_adamw"}}, selected)
+    with pytest.raises(ValueError, match=r"scale: the sharded_adamw route"):
+        resolve(selected=selected, hint=lambda name, param: "sharded_adamw")
+    specs = resolve({"defaults": {"route": "sharded_adamw"}, "overrides": [override("scale", route="adamw")]}, selected)
+    assert [spec.route for spec in specs.values()] == ["sharded_adamw", "adamw"]
+
+
+@pytest.mark.parametrize("route", ["adamw", "sharded_adamw"])
+@pytest.mark.parametrize("shape", [(7,), (2, 3), (2, 3, 4), (2, 3, 4, 5)])
+def test_adamw_takes_any_shape(route, shape):
+    assert resolve({"defaults": {"route": route}}, parameters(w=shape))["w"].route == route
 
 
 def test_nearest():

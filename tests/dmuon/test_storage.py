@@ -139,4 +139,4 @@ def test_memory_of_packed_buffers(rank, world, mode):
     assert all(pack._grads is None for pack in packs)
     optimizer.step()
     assert resident() == [False] * 4
-    assert all(pack._own is None for pack in packs)
+    assert all(piece.grad is None for pack in packs for piece in pack.owned)

@@ -16,10 +16,11 @@ from .runtime import (
     ignored_params,
     no_sync,
     set_gradient_divide_factor,
+    set_requires_all_reduce,
     set_timeout,
 )
 from .state_dict import get_model_state_dict, get_optimizer_state_dict, publish_weights, set_model_state_dict
-from .storage import DedicatedParam
+from .storage import DedicatedParam, Piece
 
 __all__ = [
     "COEFFICIENTS",
@@ -30,6 +31,7 @@ __all__ = [
     "Muon",
     "NewtonSchulz",
     "OwnershipRow",
+    "Piece",
     "classify",
     "clip_grad_norm_",
     "clip_gradients_",
@@ -49,5 +51,6 @@ __all__ = [
     "set_gradient_divide_factor",
     "set_group_timeout",
     "set_model_state_dict",
+    "set_requires_all_reduce",
     "set_timeout",
 ]

@@ -15,48 +15,56 @@ from torch.distributed.tensor import DTensor
 
 from .lanes import Lane
 from .muon import Muon
+from .policy import ROUTES
 
 
-def local_norms(
-    gradients: Iterable[torch.Tensor], norm_type: float, plain_copies: int
-) -> list[tuple[torch.Tensor, float]]:
-    """(p-norm of the local part, share that counts) of each gradient. A part that r ranks hold alike counts 1/r on
-    each of them; for plain tensors r is ``plain_copies``."""
+def local_norms(gradients: Iterable[torch.Tensor], norm_type: float, ranks: int) -> list[tuple[torch.Tensor, float]]:
+    """(p-norm of the local part, share that counts) of each gradient among ``ranks`` ranks. A part that r of them hold
+    alike counts 1/r on each: r is ``ranks`` for a plain tensor, and follows from mesh and placements for a DTensor."""
     result = []
     for grad in gradients:
-        copies = plain_copies
+        copies = ranks
         if isinstance(grad, DTensor):
-            copies = 1
+            copies = ranks // grad.device_mesh.size()  # ranks outside its mesh hold the same again
             for dim, placement in enumerate(grad.placements):
                 if placement.is_partial():
                     raise ValueError("a partial gradient has no norm before it is reduced")
                 copies *= grad.device_mesh.size(dim) if placement.is_replicate() else 1
             grad = grad.to_local()
-        if grad.numel():
-            norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
-            result.append((norm, 1.0 / copies))
+        result += _norm(grad, norm_type, copies)
     return result
 
 
-def combine_norms(norms: list[tuple[torch.Tensor, float]], norm_type: float, lane: Lane) -> torch.Tensor:
-    """Collective over ``lane``. The p-norm of everything, a 0-D float32 tensor, the same on every rank."""
-    device = lane.device
+def _norm(grad: torch.Tensor, norm_type: float, copies: int) -> list[tuple[torch.Tensor, float]]:
+    if not grad.numel():
+        return []
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return [(torch.linalg.vector_norm(grad, norm_type, dtype=dtype), 1.0 / copies)]
+
+
+def combine_norms(norms: list[tuple[torch.Tensor, float]], norm_type: float, lanes: Sequence[Lane]) -> torch.Tensor:
+    """Collective over ``lanes``, one after the other. The p-norm of everything, a 0-D float32 tensor, the same on every
+    rank."""
+    device = lanes[0].device
+
+    def everywhere(value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        for lane in lanes:
+            value = lane.all_reduce(value, op)
+        return value
+
     if norm_type == math.inf:
         values = [norm for norm, _ in norms] or [torch.zeros((), device=device)]
-        total, op = torch.stack([value.double() for value in values]).max(), dist.ReduceOp.MAX
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for share in sorted({share for _, share in norms}):
-            # In float64: the sum over hundreds of tensors keeps float32's accuracy, and is a handful of scalars.
-            powers = torch.stack([norm for norm, s in norms if s == share]).double() ** norm_type
-            total += powers.sum() * share
-        op = dist.ReduceOp.SUM
-    if norm_type == math.inf:
+        total = torch.stack([value.double() for value in values]).max()
         # max() does not carry NaN through every backend: send it as a count of its own.
-        bad = lane.all_reduce(total.isnan().double())
-        total = lane.all_reduce(total.nan_to_num(nan=0.0, posinf=math.inf), op)
+        bad = everywhere(total.isnan().double(), dist.ReduceOp.SUM)
+        total = everywhere(total.nan_to_num(nan=0.0, posinf=math.inf), dist.ReduceOp.MAX)
         return torch.where(bad > 0, torch.full_like(total, math.nan), total).float()
-    return (lane.all_reduce(total, op) ** (1.0 / norm_type)).float()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for share in sorted({share for _, share in norms}):
+        # In float64: the sum over hundreds of tensors keeps float32's accuracy, and is a handful of scalars.
+        powers = torch.stack([norm for norm, s in norms if s == share]).double() ** norm_type
+        total += powers.sum() * share
+    return (everywhere(total, dist.ReduceOp.SUM) ** (1.0 / norm_type)).float()
 
 
 def clip_(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
@@ -67,31 +75,34 @@ def clip_(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: floa
         local.mul_(factor.to(local.device, local.dtype))
 
 
-def _owned_gradients(optimizer: Muon) -> list[torch.Tensor]:
-    optimizer.runtime.wait_gradients()
-    return [dp.grad for dp in optimizer.runtime.owned if dp.grad is not None]
-
-
 @torch.no_grad()
 def clip_gradients_(
     gradients: Sequence[torch.Tensor],
     max_norm: float,
-    lane: Lane,
+    lanes: Sequence[Lane],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    owned: Sequence[torch.Tensor] = (),
+    owned: Sequence[tuple[torch.Tensor, int]] = (),
 ) -> torch.Tensor:
-    """Clip by the joint p-norm of ``gradients`` (as found in ``param.grad``: DTensors on any mesh within ``lane``, or
-    plain tensors that every rank of ``lane`` holds alike) and ``owned`` ones (plain tensors that only this rank holds).
-    Collective over ``lane``. Returns the norm before clipping; raises as :func:`clip_grad_norm_`."""
+    """Clip by one joint p-norm. Collective over ``lanes``, whose groups together span the ranks.
+
+    Args:
+        gradients: as found in ``param.grad``: DTensors on any mesh within the ranks, or plain tensors that all ranks
+            hold alike.
+        owned: plain gradients, each with the number of ranks that hold it alike.
+
+    Returns the norm before clipping; raises as :func:`clip_grad_norm_`.
+    """
     if not max_norm > 0 or not norm_type > 0:
         raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
     norm_type = float(norm_type)
-    norms = local_norms(gradients, norm_type, lane.size) + local_norms(owned, norm_type, 1)
-    total = combine_norms(norms, norm_type, lane)
+    norms = local_norms(gradients, norm_type, math.prod(lane.size for lane in lanes))
+    for grad, copies in owned:
+        norms += _norm(grad, norm_type, copies)
+    total = combine_norms(norms, norm_type, lanes)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total gradient norm (order {norm_type}) is {total.item()}; nothing was clipped")
-    clip_([*gradients, *owned], total, max_norm)
+    clip_([*gradients, *(grad for grad, _ in owned)], total, max_norm)
     return total
 
 
@@ -99,7 +110,7 @@ def clip_gradients_(
 def clip_grad_norm_(
     optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip the dedicated gradients, and only them, by their global p-norm. Collective.
+    """Clip the dedicated Muon gradients, and only them, by their global p-norm. Collective.
 
     Waits for reductions in flight; clips before momentum and Newton-Schulz. A backward after it adds to the clipped
     gradients.
@@ -110,16 +121,22 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device).
     """
-    lane, owned = optimizer.runtime.lanes.reduce, _owned_gradients(optimizer)
-    return clip_gradients_([], max_norm, lane, norm_type, error_if_nonfinite, owned)
+    owned = _owned_gradients(optimizer, ("muon",))
+    return clip_gradients_([], max_norm, optimizer.runtime.lanes.grid, norm_type, error_if_nonfinite, owned)
 
 
 @torch.no_grad()
 def clip_total_grad_norm_(
     optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip all gradients of ``optimizer``, dedicated and others, by one joint p-norm. Collective. Otherwise as
-    :func:`clip_grad_norm_`."""
-    lane, owned = optimizer.runtime.lanes.reduce, _owned_gradients(optimizer)
+    """Clip all gradients of ``optimizer``, dedicated on any route and others, by one joint p-norm. Collective.
+    Otherwise as :func:`clip_grad_norm_`."""
+    owned = _owned_gradients(optimizer, ROUTES)
     others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return clip_gradients_(others, max_norm, lane, norm_type, error_if_nonfinite, owned)
+    return clip_gradients_(others, max_norm, optimizer.runtime.lanes.grid, norm_type, error_if_nonfinite, owned)
+
+
+def _owned_gradients(optimizer: Muon, routes: Sequence[str]) -> list[tuple[torch.Tensor, int]]:
+    optimizer.runtime.wait_gradients()
+    pieces = [piece for piece in optimizer.runtime.owned if piece.spec.route in routes and piece.grad is not None]
+    return [(piece.grad, piece.copies) for piece in pieces]

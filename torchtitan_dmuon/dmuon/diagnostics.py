@@ -12,12 +12,13 @@ from .runtime import runtime_of
 
 @dataclass(frozen=True)
 class OwnershipRow:
-    """One line of the ownership table. ``owner`` is a global rank, ``None`` for parameters FSDP2 manages."""
+    """One line of the ownership table. ``owners`` are global ranks: several for an expert stack, all for shared rows,
+    none for a parameter that is not dedicated."""
 
     name: str
     shape: tuple[int, ...]
     route: str
-    owner: int | None
+    owners: tuple[int, ...]
     unit: str | None
     reason: str
 
@@ -35,10 +36,12 @@ def ownership_table(model: nn.Module) -> list[OwnershipRow]:
         if fqn in dedicated:
             dp, unit = dedicated[fqn]
             route = dp.spec.route if dp.spec.trainable else "frozen"
-            rows.append(OwnershipRow(fqn, dp.shape, route, dp.owner_rank, unit or "<root>", dp.spec.reason))
+            shared = dp.spec.route == "sharded_adamw"
+            owners = tuple(sorted(runtime.layout.ranks if shared else {piece.owner_rank for piece in dp.pieces}))
+            rows.append(OwnershipRow(fqn, dp.shape, route, owners, unit or "<root>", dp.spec.reason))
         else:
             route = "adamw (FSDP2)" if param.requires_grad else "frozen"
-            rows.append(OwnershipRow(fqn, tuple(param.shape), route, None, None, runtime.skipped[fqn]))
+            rows.append(OwnershipRow(fqn, tuple(param.shape), route, (), None, runtime.skipped[fqn]))
     return rows
 
 
@@ -55,7 +58,7 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
             row.name,
             "x".join(map(str, row.shape)),
             row.route,
-            "-" if row.owner is None else str(row.owner),
+            _told(row.owners),
             row.reason,
         )
         for row in shown
@@ -65,3 +68,9 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
     if len(shown) < len(rows):
         lines.insert(len(lines) - tail, f"... {len(rows) - len(shown)} more")
     return "\n".join(lines)
+
+
+def _told(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return "-"
+    return str(owners[0]) if len(owners) == 1 else f"{len(owners)} ranks"

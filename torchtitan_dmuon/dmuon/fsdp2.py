@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+from torch.distributed.tensor import DTensor
 
 # Set on every dedicated parameter (the guide documents it); what the patched ``fully_shard`` looks for.
 OWNER_MARKER = "_dedicated_owner_rank"
@@ -114,6 +115,11 @@ def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Te
     model._apply(lambda tensor: tensor if is_dedicated(tensor) else fn(tensor))
 
 
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds this rank's data: of a DTensor the local tensor itself (``to_local`` gives a view)."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``named_parameters`` as the optimizer knows them. FSDP2 leaves its root unsharded after a forward without
     backward, and then shows temporary full parameters under the same names."""
@@ -128,3 +134,10 @@ def set_fsdp_gradient_sync(model: nn.Module, enabled: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def set_fsdp_requires_all_reduce(model: nn.Module, required: bool) -> None:
+    """``set_requires_all_reduce`` on every FSDP2 module in ``model``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(required, recurse=False)

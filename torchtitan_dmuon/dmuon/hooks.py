@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .schedule import Phase, UnitSchedule
-from .storage import DedicatedParam, OwnedPack
-from .unit import Unit
+from .storage import DedicatedParam
+from .unit import Pack, Unit
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -126,7 +126,7 @@ def _post_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
     return hook
 
 
-def _gradient_hook(schedule: UnitSchedule, unit: Unit, pack: OwnedPack, dp: DedicatedParam) -> Callable:
+def _gradient_hook(schedule: UnitSchedule, unit: Unit, pack: Pack, dp: DedicatedParam) -> Callable:
     @torch.compiler.disable
     def hook(param: torch.Tensor) -> None:
         schedule.take_gradient(unit, pack, dp)

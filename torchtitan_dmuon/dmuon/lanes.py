@@ -17,13 +17,14 @@ import torch.distributed as dist
 class Pending:
     """Collectives in flight. ``wait`` may be called more than once."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work], inputs: tuple[torch.Tensor, ...] = ()) -> None:
         self._works = works
+        self._inputs = inputs  # read until the collectives have finished
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._works = []
+        self._works, self._inputs = [], ()
 
 
 class Lane:
@@ -58,6 +59,26 @@ class Lane:
         return Pending(
             [dist.reduce(tensor, group=self.group, group_dst=dest, async_op=True) for tensor, dest in segments]
         )
+
+    def exchange(
+        self, output: torch.Tensor, output_sizes: list[int], sent: torch.Tensor, sent_sizes: list[int]
+    ) -> Pending:
+        """Collective. Rank i gets the i-th of ``sent_sizes`` consecutive elements of ``sent``; what comes from rank i
+        goes to the i-th of ``output_sizes``."""
+        work = dist.all_to_all_single(output, sent, output_sizes, sent_sizes, group=self.group, async_op=True)
+        return Pending([work], (sent,))
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Pending:
+        """Collective. ``output`` [size * n] gets every rank's ``part`` [n], in rank order."""
+        return Pending([dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)])
+
+    def reduce_scatter(self, output: torch.Tensor, parts: torch.Tensor) -> Pending:
+        """Collective. ``output`` [n] gets the sum of this rank's part of ``parts`` [size * n]."""
+        return Pending([dist.reduce_scatter_tensor(output, parts, group=self.group, async_op=True)], (parts,))
+
+    def launch_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Collective. Sum ``tensor`` in place over the group."""
+        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)])
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Collective, in place; ordered after what was launched on this lane before. Returns ``tensor``."""

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from . import fsdp2
 from .classify import canonical_fqn
 from .runtime import find_runtime
+from .storage import DedicatedParam
+from .tensor_parallel import local_part
 
 InitFn = Callable[[str, torch.Tensor], None]
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, init_fn: InitFn, device: torch.device | None = None) -> None:
-    """Allocate this rank's weights and initialise them. Not collective.
+    """Allocate this rank's weights and initialise them. Collective with replicas or tensor parallelism.
 
     Call it after ``dedicate_params`` and ``fully_shard``. ``init_fn(fqn, tensor)`` fills the full float32 tensor of one
     parameter in place, on the mesh's device; when it depends on nothing but name and shape (a generator seeded per
@@ -35,17 +37,26 @@ def materialize(model: nn.Module, init_fn: InitFn, device: torch.device | None =
     for (first, key), *others in tied:  # a plain parameter on meta was replaced once in each place it is used
         for module, other_key in others:
             setattr(module, other_key, first.get_parameter(key))
-    for unit in [] if runtime is None else runtime.units:
-        for pack in unit.packs:
-            pack.allocate_masters()
-            for dp in pack.params:
-                if dp.is_owned:
-                    # Initialised in float32 whatever the master's dtype, as an eager build would be.
-                    full = torch.empty(dp.shape, dtype=torch.float32, device=device)
-                    init_fn(dp.fqn, full)
-                    dp.master.copy_(full)
-            pack.publish()
+    if runtime is not None:
+        for unit in runtime.units:
+            for pack in unit.packs:
+                pack.allocate_masters()
+                for dp in pack.params:
+                    if any(piece.is_owned for piece in dp.pieces):
+                        # Initialised in float32 whatever the master's dtype, as an eager build would be.
+                        full = torch.empty(dp.shape, dtype=torch.float32, device=device)
+                        init_fn(dp.fqn, full)
+                        _fill_masters(dp, full)
+        runtime.publish()
     initialize_undedicated(model, init_fn)
+
+
+def _fill_masters(dp: DedicatedParam, full: torch.Tensor) -> None:
+    if dp.spec.route == "sharded_adamw":
+        full = local_part(full, dp.tp_dim, dp.tp_column, dp.tp_columns)
+    for piece in dp.pieces:
+        if piece.is_owned:
+            piece.master.copy_(full if piece.is_whole else full[piece.start : piece.stop])
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

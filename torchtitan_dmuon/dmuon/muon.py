@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from . import adamw
 from .fsdp2 import sharded_parameters
 from .newton_schulz import NewtonSchulz
 from .runtime import runtime_of
-from .storage import DedicatedParam
+from .storage import Piece
 
 # Elements of one float32 stack in the update; the workspace of a step is a small multiple of it.
 _STACK_ELEMENTS = 1 << 27
@@ -28,22 +32,32 @@ class MatrixStack:
     """The owned matrices of one shape in one parameter group: one momentum tensor, one Newton-Schulz.
 
     Attributes:
-        params: B dedicated parameters [m, n].
+        pieces: each [m, n], or [E, m, n] with E matrices.
         momentum: [B, m, n] in ``optim_dtype``.
     """
 
-    def __init__(self, params: list[DedicatedParam]) -> None:
-        self.params = params
-        first = params[0]
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.matrix_shape = pieces[0].shape[-2:]
+        self._ends = list(itertools.accumulate(piece.numel // math.prod(self.matrix_shape) for piece in pieces))
+        first = pieces[0]
         self.momentum = torch.zeros(
-            (len(params), *first.shape), dtype=first.spec.optim_dtype, device=first.master.device
+            (self._ends[-1], *self.matrix_shape), dtype=first.spec.optim_dtype, device=first.master.device
         )
 
-    def chunks(self) -> Iterable[tuple[list[DedicatedParam], torch.Tensor]]:
-        """Parts that fit the workspace, with their momentum."""
-        size = max(1, _STACK_ELEMENTS // math.prod(self.params[0].shape))
-        for start in range(0, len(self.params), size):
-            yield self.params[start : start + size], self.momentum[start : start + size]
+    def momentum_of(self, index: int) -> torch.Tensor:
+        """The momentum of one piece, in its shape."""
+        start = self._ends[index - 1] if index else 0
+        return self.momentum[start : self._ends[index]].view(self.pieces[index].shape)
+
+    def chunks(self) -> Iterator[tuple[list[Piece], torch.Tensor]]:
+        """Runs of pieces that fit the workspace (or one piece that does not), with their momentum."""
+        first = begin = 0
+        for index, end in enumerate(self._ends):
+            following = self._ends[index + 1] if index + 1 < len(self._ends) else None
+            if following is None or (following - begin) * math.prod(self.matrix_shape) > _STACK_ELEMENTS:
+                yield self.pieces[first : index + 1], self.momentum[begin:end]
+                first, begin = index + 1, end
 
 
 class Muon(torch.optim.Optimizer):
@@ -88,57 +102,91 @@ class Muon(torch.optim.Optimizer):
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
         self.runtime = runtime_of(model)
-        for dp in self.runtime.owned:
-            if dp.master is None:
-                raise RuntimeError(f"{dp.fqn} has no weight yet: call dmuon.materialize before building the optimizer")
+        for piece in self.runtime.owned:
+            if piece.master is None:
+                raise RuntimeError(
+                    f"{piece.fqn} has no weight yet: call dmuon.materialize before building the optimizer"
+                )
         if not isinstance(ns_backend, NewtonSchulz):
             ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
         self.newton_schulz = ns_backend
         self._scale = SCALES[scale]
-        muon_group = {
-            "params": [dp.param for dp in self.runtime.params],
-            "group_name": "muon",
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-        }
+        by_route = defaultdict(list)
+        for dp in self.runtime.params:
+            by_route["muon" if dp.spec.route == "muon" else "adamw"].append(dp.param)
         dedicated = {id(dp.param) for dp in self.runtime.params}
-        others = [param for _, param in sharded_parameters(model) if id(param) not in dedicated and param.requires_grad]
-        self._adamw: torch.optim.AdamW | None = None
-        groups: list[dict[str, Any]] = [muon_group]
-        if others:
-            self._adamw = torch.optim.AdamW(
-                [{"params": others, "group_name": "adamw"}],
-                lr=adamw_lr,
-                betas=adamw_betas,
-                weight_decay=adamw_weight_decay,
-                eps=adamw_eps,
-                fused=adamw_implementation == "fused",
-                foreach=adamw_implementation == "foreach",
+        others = [p for _, p in sharded_parameters(model) if id(p) not in dedicated and p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {
+                "params": by_route["muon"],
+                "group_name": "muon",
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+            }
+        ]
+        if by_route["adamw"] or others:
+            groups.append(
+                {
+                    "params": [*by_route["adamw"], *others],
+                    "group_name": "adamw",
+                    "lr": adamw_lr,
+                    "betas": tuple(adamw_betas),
+                    "weight_decay": adamw_weight_decay,
+                    "eps": adamw_eps,
+                }
             )
-            groups += self._adamw.param_groups
-        super().__init__(groups, defaults={})
-        if self._adamw is not None:
-            # One set of groups and one state for both, so schedulers and checkpoints see a single optimizer.
-            self._adamw.param_groups = self.param_groups[1:]
-            self._adamw.state = self.state
-        self._by_param = {dp.param: dp for dp in self.runtime.params}
-        self._stacks = self._build_stacks()
+        super().__init__([group for group in groups if group["params"]], defaults={})
+        self._undedicated = {id(param) for param in others}
+        self.plain_adamw = self._build_adamw(adamw_implementation)
+        self._stacks, self._adamw_pieces = self._build_owned()
 
-    def _build_stacks(self) -> list[tuple[dict[str, Any], MatrixStack]]:
-        stacks = []
+    def _build_adamw(self, implementation: str) -> list[tuple[dict[str, Any], torch.optim.AdamW]]:
+        """For each AdamW group, PyTorch's own AdamW over its parameters that are not dedicated, on the same state. Its
+        groups keep DTensors of different meshes apart, which no fused kernel takes together."""
+        built = []
         for group in self.param_groups:
-            by_shape: dict[tuple, list[DedicatedParam]] = defaultdict(list)
-            for dp in (self._by_param[param] for param in group["params"] if param in self._by_param):
-                if dp.is_owned and dp.spec.trainable:
-                    by_shape[(dp.shape, dp.spec.optim_dtype)].append(dp)
-            for params in by_shape.values():
-                stack = MatrixStack(params)
-                for index, dp in enumerate(params):
-                    self.state[dp.param] = {"momentum_buffer": stack.momentum[index]}
+            kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+            for param in group["params"]:
+                if id(param) in self._undedicated:
+                    kinds[param.device_mesh if isinstance(param, DTensor) else None].append(param)
+            if kinds:
+                options = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+                adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], **options)
+                adamw.state = self.state
+                built.append((group, adamw))
+        return built
+
+    def _build_owned(
+        self,
+    ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], Piece]]]:
+        """The stacks and the AdamW pieces of this rank, each with its group; their state is created here."""
+        pieces: dict[nn.Parameter, list[Piece]] = defaultdict(list)
+        for piece in self.runtime.owned:
+            if piece.spec.trainable:
+                pieces[piece.param].append(piece)
+        stacks, adamw_pieces = [], []
+        for group in self.param_groups:
+            by_shape: dict[tuple, list[Piece]] = defaultdict(list)
+            for piece in (piece for param in group["params"] for piece in pieces.get(param, ())):
+                if piece.spec.route == "muon":
+                    by_shape[(piece.shape[-2:], piece.spec.optim_dtype)].append(piece)
+                else:
+                    state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
+                    self.state[piece.param].update(state)
+                    adamw_pieces.append((group, piece))
+            for stacked in by_shape.values():
+                stack = MatrixStack(stacked)
+                for index, piece in enumerate(stacked):
+                    self.state[piece.param][state_key(piece, "momentum_buffer")] = stack.momentum_of(index)
                 stacks.append((group, stack))
-        return stacks
+        return stacks, adamw_pieces
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """The state of one owned piece, by its plain names."""
+        names = ("momentum_buffer",) if piece.spec.route == "muon" else ("step", "exp_avg", "exp_avg_sq")
+        return {name: self.state[piece.param][state_key(piece, name)] for name in names}
 
     @torch.no_grad()
     def step(
@@ -155,33 +203,43 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.runtime.wait_gradients()
-        if self.runtime.schedule.has_gradients:
+        runtime = self.runtime
+        runtime.wait_gradients()
+        if runtime.schedule.has_gradients:
+            runtime.wait_publish()  # sources may be masters
             for group, stack in self._stacks:
-                for params, momentum in stack.chunks():
-                    self._update(group, params, momentum, found_inf)
-            self.runtime.publish()
-        if self._adamw is not None:
+                for pieces, momentum in stack.chunks():
+                    self._update(group, pieces, momentum, found_inf)
+            for group, piece in self._adamw_pieces:
+                adamw.update(piece, self.state[piece.param], group, found_inf)
+            runtime.publish()
+        for group, plain in self.plain_adamw:
+            for inner in plain.param_groups:
+                inner.update({key: group[key] for key in ("lr", "betas", "weight_decay", "eps")})
             if found_inf is not None:
                 # The protocol of torch.amp.GradScaler, which the fused kernels implement.
-                self._adamw.found_inf, self._adamw.grad_scale = found_inf, None
-            self._adamw.step()
+                plain.found_inf, plain.grad_scale = found_inf, None
+            plain.step()
             if found_inf is not None:
-                del self._adamw.found_inf, self._adamw.grad_scale
+                del plain.found_inf, plain.grad_scale
         self.zero_grad()
+        if os.environ.get("DMUON_ISOLATED_PG_BARRIER") == "1":
+            runtime.barrier()
         return loss
 
     def _update(
         self,
         group: dict[str, Any],
-        params: list[DedicatedParam],
+        pieces: list[Piece],
         momentum: torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
         """Momentum, Newton-Schulz and weight update of B equal matrices [m, n]. What depends on the data (was there
         any gradient, is everything finite) stays on the device as 0/1 factors, so the host never waits."""
-        grads = torch.stack([dp.grad for dp in params]).to(momentum.dtype)
-        moves = torch.stack([dp.grad_count for dp in params]).ne(0).float()  # [B]
+        shape = momentum.shape[1:]
+        grads = torch.cat([piece.grad.view(-1, *shape) for piece in pieces]).to(momentum.dtype)
+        counts = torch.cat([piece.grad_count.expand(piece.numel // shape.numel()) for piece in pieces])
+        moves = counts.ne(0).float()  # [B]
         if found_inf is not None:
             moves = moves * (found_inf == 0)
             grads.masked_fill_(moves.eq(0)[:, None, None], 0.0)
@@ -189,10 +247,14 @@ class Muon(torch.optim.Optimizer):
         momentum.mul_((1.0 - (1.0 - mu) * moves).to(momentum.dtype)[:, None, None]).add_(grads)
         update = grads.add_(momentum, alpha=mu) if group["nesterov"] else momentum
         update = self.newton_schulz(update)
-        update.mul_((group["lr"] * self._scale(*params[0].shape) * moves)[:, None, None])
+        update.mul_((group["lr"] * self._scale(*shape) * moves)[:, None, None])
         decay = 1.0 - group["lr"] * group["weight_decay"] * moves
-        for index, dp in enumerate(params):
-            dp.master.mul_(decay[index]).sub_(update[index])
+        start = 0
+        for piece in pieces:
+            stop = start + piece.numel // shape.numel()
+            master = piece.master.view(-1, *shape)
+            master.mul_(decay[start:stop, None, None]).sub_(update[start:stop])
+            start = stop
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: reduced, in flight, and of FSDP2 parameters."""
@@ -200,6 +262,11 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
+
+
+def state_key(piece: Piece, name: str) -> str:
+    """Key of a piece's state in ``optimizer.state[param]``; parts of a stack are told apart by their range."""
+    return name if piece.is_whole or piece.spec.route == "sharded_adamw" else f"{name}[{piece.start}:{piece.stop}]"
 
 
 def _check_hyperparameters(**values: float) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-ROUTES = ("muon",)
+# muon: an owner runs Muon. adamw: an owner runs AdamW. sharded_adamw: every rank runs AdamW on its rows.
+ROUTES = ("muon", "adamw", "sharded_adamw")
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,13 @@ def _check(key: str, value: Any, where: str) -> Any:
 
 
 def _validate(spec: ParamSpec) -> None:
-    if spec.route == "muon" and len(spec.shape) != 2:
+    if spec.route == "muon" and len(spec.shape) not in (2, 3):
         raise ValueError(
-            f"{spec.fqn}: the muon route needs a matrix, this parameter has shape {list(spec.shape)}; "
-            "leave it out of the predicate"
+            f"{spec.fqn}: the muon route needs a matrix or a stack of matrices, this parameter has shape "
+            f"{list(spec.shape)}; leave it out of the predicate or give it another route"
         )
+    if spec.route == "sharded_adamw" and not spec.shape:
+        raise ValueError(f"{spec.fqn}: the sharded_adamw route needs rows to share, this parameter is a scalar")
     if spec.grad_dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(
             f"{spec.fqn}: grad_dtype {spec.grad_dtype} overflows in a sum over ranks; use torch.float32 or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,12 +21,15 @@ from . import fsdp2
 from .assignment import Assignment, MatrixCost, assign
 from .classify import block_of, canonical_fqn, classify, is_bare_container
 from .hooks import register_hooks
-from .mesh import Lanes, Layout, build_lanes, build_layout
+from .mesh import GROUP_POLICIES, Lanes, Layout, build_lanes, build_layout
 from .newton_schulz import newton_schulz_flops
+from .owned import OwnedPack
 from .policy import ParamSpec, boundary_dtypes, resolve_specs
+from .rows import RowPack
 from .schedule import UnitSchedule
-from .storage import DedicatedParam, OwnedPack, placeholder
-from .unit import Unit
+from .storage import DedicatedParam, Piece, placeholder
+from .tensor_parallel import sharded_dim
+from .unit import Pack, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class Runtime:
         assignment: Assignment,
         schedule: UnitSchedule,
         skipped: dict[str, str],
+        replicate_async: bool,
     ) -> None:
         self.model = model
         self.units = units
@@ -57,12 +62,20 @@ class Runtime:
         self.skipped = skipped  # canonical name -> why it was not dedicated
         order = {canonical_fqn(name): index for index, (name, _) in enumerate(model.named_parameters())}
         self.params = sorted((dp for unit in units for dp in unit.params), key=lambda dp: order[dp.fqn])
-        self.divide_factor = float(layout.num_slots)
+        self.replicate_async = replicate_async
+        self.divide_factor = float(layout.shape[0] * layout.shape[1])
         self.may_move = False
 
     @property
-    def owned(self) -> list[DedicatedParam]:
-        return [dp for dp in self.params if dp.is_owned]
+    def owned(self) -> list[Piece]:
+        """The pieces this rank owns, in unit order."""
+        return [piece for unit in self.units for piece in unit.owned]
+
+    def wait_publish(self) -> None:
+        """No source weight is being sent any more, on the current stream's clock."""
+        for unit in self.units:
+            for pack in unit.packs:
+                pack.wait_publish(self.lanes)
 
     def wait_gradients(self) -> None:
         """Reductions launched by backward are finished; owners hold the averaged gradients."""
@@ -75,11 +88,22 @@ class Runtime:
         self.schedule.wait_gradients()
 
     def publish(self) -> None:
-        """The masters have changed: bring the sources up to date and forget what is unsharded."""
+        """Collective with replicas or tensor parallelism. The masters have changed: forget what is unsharded and bring
+        every source up to date; the units' next unshards wait for theirs."""
         self.schedule.invalidate_weights()
         for unit in self.units:
             for pack in unit.packs:
-                pack.publish()
+                pack.publish(self.lanes)
+        if not self.replicate_async:
+            self.wait_publish()
+
+    def barrier(self) -> None:
+        """Collective. A fence for diagnosis (``DMUON_ISOLATED_PG_BARRIER=1``): nothing of ours is in flight beyond."""
+        self.wait_publish()
+        for lane in self.lanes.all:
+            lane.all_reduce(torch.zeros((), device=lane.device))
+        if self.layout.device.type == "cuda":
+            torch.cuda.synchronize(self.layout.device)
 
     def zero_grad(self) -> None:
         self.schedule.drop_gradients()
@@ -115,31 +139,39 @@ def dedicate_params(
     mesh: DeviceMesh,
     predicate: Predicate | None = None,
     *,
+    replicate_mesh: DeviceMesh | None = None,
+    tp_mesh: DeviceMesh | None = None,
     param_policy: Mapping[str, Any] | None = None,
     route_hint_fn: Callable[[str, nn.Parameter], str | None] | None = None,
     mode: str = "z3",
     prefetch: int = 1,
     process_group_policy: str = "isolated",
+    replicate_async: bool = True,
     hook_boundary_predicate: Callable[[str, nn.Module], bool] | None = None,
     strict_hook_boundary: bool = True,
     reasons: Mapping[str, str] | None = None,
 ) -> Assignment:
-    """Give every selected parameter one owner rank. Call it before ``fully_shard``. Collective over ``mesh``.
+    """Give every selected parameter one owner rank. Call it before ``fully_shard``. Collective over the meshes.
 
     Afterwards each selected parameter is the same ``nn.Parameter`` object with its true shape; it shows its weight
     (in ``param_dtype``) inside forward and backward and NaN elsewhere. Its gradient never appears in ``param.grad``
     but, averaged over the ranks, on the owner's ``DedicatedParam.grad``.
 
     Args:
-        model: unsharded, on any device; parameters on ``meta`` wait for :func:`materialize`.
-        mesh: 1-D, the ranks over which data is split and matrices are owned.
+        model: on any device, unsharded but for tensor parallelism; parameters on ``meta`` wait for :func:`materialize`.
+        mesh: 1-D, the ranks over which data is split and weights are sharded.
+        replicate_mesh: 1-D, replicas of the shard group (HSDP). A matrix still has one owner in all of them.
+        tp_mesh: 1-D, the mesh of the DTensors among the parameters; found from them when it is not given. The owner
+            holds the whole matrix.
         predicate: ``(name, parameter) -> bool``; names have no wrapper prefixes. ``None``: the weights of linear
             layers inside repeated blocks (``classify.py``).
         param_policy, route_hint_fn: see ``policy.py``.
         mode: ``z3`` frees unsharded weights after use and broadcasts them again for backward; ``z2`` keeps them
             until the optimizer changes them.
         prefetch: number of units whose broadcasts are launched ahead.
-        process_group_policy: ``isolated`` makes own process groups, ``shared`` uses the mesh's.
+        process_group_policy: ``isolated`` makes own process groups, ``shared`` uses the meshes'.
+        replicate_async: new weights travel to replicas and tensor-parallel shards while the next step begins; else
+            ``step`` waits for them. Bitwise the same.
         hook_boundary_predicate: ``(module name, module) -> bool``: the nearest enclosing module that it accepts is
             where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
         strict_hook_boundary: a parameter without an accepted enclosing module is an error; else the root is used.
@@ -158,35 +190,40 @@ def dedicate_params(
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
     if prefetch < 0:
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")
-    layout = build_layout(mesh)
+    if process_group_policy not in GROUP_POLICIES:
+        raise ValueError(f"process_group_policy must be one of {GROUP_POLICIES}, got {process_group_policy!r}")
     selected, why, skipped = _select(model, predicate, reasons or {})
+    tp_mesh = tp_mesh if tp_mesh is not None else _tp_mesh_of(selected)
+    tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
     specs = resolve_specs(selected, why, param_policy, route_hint_fn)
     boundaries = _boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
     casts = {
         boundary: boundary_dtypes(boundary, [specs[fqn] for fqn in specs if boundaries[fqn] == boundary])
         for boundary in dict.fromkeys(boundaries.values())
     }
-    costs = [
-        MatrixCost(
-            fqn,
-            boundaries[fqn],
-            newton_schulz_flops(*spec.shape) if spec.trainable else 0,
-            selected[fqn].numel() * spec.master_dtype.itemsize,
-        )
-        for fqn, spec in specs.items()
-    ]
+    layout = build_layout(mesh, replicate_mesh, tp_mesh)
+    parts = {fqn: _parts(spec, tp_dims[fqn], layout.num_slots) for fqn, spec in specs.items()}
+    costs = [_cost(specs[fqn], boundaries[fqn], start, stop) for fqn, ranges in parts.items() for start, stop in ranges]
     assignment = assign(costs, layout.num_slots)
 
-    lanes = build_lanes(mesh, layout, process_group_policy)
+    lanes = build_lanes(mesh, replicate_mesh, tp_mesh, layout, process_group_policy)
     fsdp2.teach_fully_shard_to_skip_dedicated()
-    runtime = _build(model, selected, specs, boundaries, casts, assignment, layout, lanes, mode, prefetch, skipped)
+    params = {fqn: DedicatedParam(fqn, param, specs[fqn], tp_dims[fqn], layout) for fqn, param in selected.items()}
+    for fqn, ranges in parts.items():
+        for start, stop in ranges:
+            owner = assignment.owner[_part_name(specs[fqn], start, stop)]
+            rank = layout.ranks[owner]
+            params[fqn].pieces.append(Piece(params[fqn], start, stop, owner, rank, owner == layout.slot))
+    runtime = _build(
+        model, params, boundaries, casts, assignment, layout, lanes, mode, prefetch, skipped, replicate_async
+    )
     vars(model)[_ATTRIBUTE] = runtime
     fsdp2.guard_apply(model, lambda: runtime.may_move)
     model.register_state_dict_pre_hook(_refuse_state_dict)
     loads = ", ".join(f"{load:.3f}" for load in assignment.loads)
     logger.info(
         "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=[%s]",
-        len(selected), layout.num_slots, 100 * assignment.imbalance, loads,
+        len(params), layout.num_slots, 100 * assignment.imbalance, loads,
     )  # fmt: skip
     return assignment
 
@@ -219,10 +256,44 @@ def _select(
     if not selected:
         raise ValueError(f"no parameter of {type(model).__name__} was selected for an owner; {advice}")
     reasons |= {name: reason for name, reason in told.items() if name in named}
-    for name, param in selected.items():
-        if isinstance(param, DTensor):
-            raise ValueError(f"{name} is a DTensor over {param.device_mesh}; dedicate parameters before sharding them")
     return selected, reasons, {name: reason for name, reason in reasons.items() if name not in selected}
+
+
+def _tp_mesh_of(selected: Mapping[str, nn.Parameter]) -> DeviceMesh | None:
+    """The mesh of the first DTensor; the others are checked against it."""
+    return next((param.device_mesh for param in selected.values() if isinstance(param, DTensor)), None)
+
+
+def _parts(spec: ParamSpec, tp_dim: int | None, num_slots: int) -> list[tuple[int, int]]:
+    """The ranges of the first dimension that get an owner each: all of it, or even runs of experts; none when every
+    rank shares the rows.
+
+    Raises:
+        ValueError: a stack whose experts tensor parallelism splits.
+    """
+    if spec.route == "sharded_adamw":
+        return []
+    if spec.route == "muon" and len(spec.shape) == 3:
+        experts = spec.shape[0]
+        if tp_dim == 0:
+            raise ValueError(f"{spec.fqn}: tensor parallelism splits the experts themselves; shard another dimension")
+        runs = min(experts, num_slots)
+        return [(experts * run // runs, experts * (run + 1) // runs) for run in range(runs)]
+    return [(0, spec.shape[0] if spec.shape else 1)]
+
+
+def _part_name(spec: ParamSpec, start: int, stop: int) -> str:
+    whole = not spec.shape or (start, stop) == (0, spec.shape[0])
+    return spec.fqn if whole else f"{spec.fqn}[{start}:{stop}]"
+
+
+def _cost(spec: ParamSpec, unit: str, start: int, stop: int) -> MatrixCost:
+    """What owning one part costs. AdamW's cost is one of memory only."""
+    elements = math.prod((stop - start, *spec.shape[1:]))
+    flops = 0
+    if spec.route == "muon" and spec.trainable:
+        flops = newton_schulz_flops(*spec.shape[-2:]) * (stop - start if len(spec.shape) == 3 else 1)
+    return MatrixCost(_part_name(spec, start, stop), unit, flops, elements * spec.master_dtype.itemsize)
 
 
 def _boundaries(
@@ -266,8 +337,7 @@ def _nearest_accepted(
 
 def _build(
     model: nn.Module,
-    selected: Mapping[str, nn.Parameter],
-    specs: Mapping[str, ParamSpec],
+    params: Mapping[str, DedicatedParam],
     boundaries: Mapping[str, str],
     casts: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]],
     assignment: Assignment,
@@ -276,6 +346,7 @@ def _build(
     mode: str,
     prefetch: int,
     skipped: dict[str, str],
+    replicate_async: bool,
 ) -> Runtime:
     modules = dict(model.named_modules())
     names = [name for name in modules if name in casts]  # registration order: the forward order
@@ -286,38 +357,48 @@ def _build(
 
     units = []
     for name in names:
-        params = []
-        for fqn, param in selected.items():
-            if boundaries[fqn] == name:
-                owner = assignment.owner[fqn]
-                owner_rank = layout.ranks[owner]
-                params.append(DedicatedParam(fqn, param, specs[fqn], owner, owner_rank, owner == layout.slot))
-        pack = OwnedPack(params, layout.num_slots, layout.slot, layout.device, divide_factor)
-        _take_over(pack)
+        inside = [dp for fqn, dp in params.items() if boundaries[fqn] == name]
+        owned = [dp for dp in inside if dp.spec.route != "sharded_adamw"]
+        packs: list[Pack] = [OwnedPack(owned, layout, divide_factor)] if owned else []
+        packs += [RowPack(dp, layout, divide_factor) for dp in inside if dp.spec.route == "sharded_adamw"]
         pinned = any(other != name and (not name or other.startswith(f"{name}.")) for other in names) or not name
-        input_dtype, output_dtype = casts[name]
-        units.append(Unit(canonical_fqn(name), modules[name], [pack], lanes, pinned, input_dtype, output_dtype))
-    schedule = UnitSchedule(units, keep_unsharded=mode == "z2", prefetch=prefetch)
+        units.append(Unit(canonical_fqn(name), modules[name], packs, lanes, pinned, *casts[name]))
+    schedule = UnitSchedule(units, lanes, keep_unsharded=mode == "z2", prefetch=prefetch)
+    runtime = Runtime(model, units, lanes, layout, assignment, schedule, skipped, replicate_async)
+    materialised = [dp.fqn for dp in params.values() if not dp.param.is_meta]
+    if materialised and len(materialised) < len(params):
+        raise ValueError(
+            f"some selected parameters are on meta and some, as {materialised[0]}, are not: build all alike"
+        )
+    for unit in units:
+        for pack in unit.packs:
+            _take_over(pack, bool(materialised))
     register_hooks(model, schedule)
-    runtime = Runtime(model, units, lanes, layout, assignment, schedule, skipped)
+    if materialised:
+        runtime.publish()
     return runtime
 
 
 @torch.no_grad()
-def _take_over(pack: OwnedPack) -> None:
-    """Move the weights of one unit from the model's parameters into the owners' masters."""
-    if not all(dp.param.is_meta for dp in pack.params):
+def _take_over(pack: Pack, materialised: bool) -> None:
+    """Move the weights of one pack from the model's parameters into the owners' masters. Collective under tensor
+    parallelism, where no rank has the whole matrix."""
+    if materialised:
         pack.allocate_masters()
         for dp in pack.params:
-            if dp.param.is_meta:
-                raise ValueError(f"{dp.fqn} is on meta while others of its unit are not; build all or none on meta")
-            if dp.is_owned:
-                dp.master.copy_(dp.param)
-        pack.publish()
+            full = dp.param.full_tensor() if dp.tp_dim is not None else fsdp2.local_tensor(dp.param)
+            for piece in dp.pieces:
+                if piece.is_owned:
+                    weight = fsdp2.local_tensor(dp.param) if dp.spec.route == "sharded_adamw" else full
+                    piece.master.copy_(weight if piece.is_whole else weight[piece.start : piece.stop])
     for dp in pack.params:
-        if dp.param.is_meta:
+        shown: torch.Tensor = placeholder(dp.local_shape, dp.spec.param_dtype, pack.device)
+        if isinstance(dp.param, DTensor):
+            strides = torch.empty(dp.shape, device="meta").stride()
+            mesh, placements = dp.param.device_mesh, dp.param.placements
+            shown = DTensor.from_local(shown, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
+        if dp.param.is_meta or isinstance(dp.param, DTensor):
             # Unlike .data, this can change meta into a real device, and the Parameter stays the same object.
-            shown = placeholder(dp.shape, dp.spec.param_dtype, pack.device)
             torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
         vars(dp.param)[fsdp2.OWNER_MARKER] = dp.owner_rank
     pack.conceal()
@@ -338,10 +419,11 @@ def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
     return list(runtime_of(model).params)
 
 
-def get_owned_params(model: nn.Module, rank: int | None = None) -> list[DedicatedParam]:
-    """The dedicated parameters owned by global ``rank`` (default: this one)."""
+def get_owned_params(model: nn.Module, rank: int | None = None) -> list[Piece]:
+    """What global ``rank`` (default: this one) owns, in ``named_parameters`` order. A piece has the ``fqn``, ``shape``
+    and ``numel`` of its parameter; of an expert stack or of shared rows it is the part that the rank owns."""
     rank = dist.get_rank() if rank is None else rank
-    return [dp for dp in runtime_of(model).params if dp.owner_rank == rank]
+    return [piece for dp in runtime_of(model).params for piece in dp.pieces if piece.owner_rank == rank]
 
 
 def ignored_params(model: nn.Module) -> set[nn.Parameter]:
@@ -360,8 +442,16 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
 def set_timeout(model: nn.Module, timeout: timedelta) -> None:
     """Change the timeout of DMuon's own process groups."""
     runtime = runtime_of(model)
-    for lane in (runtime.lanes.unshard, runtime.lanes.reduce):
+    for lane in runtime.lanes.all:
         fsdp2.set_group_timeout(lane.group, lane.device, timeout)
+
+
+def set_requires_all_reduce(model: nn.Module, required: bool) -> None:
+    """Whether the next backward passes send gradients beyond the shard dimension (to other replicas and to
+    tensor-parallel owners), as FSDP2's method of the same name, which is set too. Pass ``False`` for all but the last
+    micro-batch of an accumulation; ``step`` and clipping send on whatever has been left."""
+    runtime_of(model).schedule.all_reduce_gradients = required
+    fsdp2.set_fsdp_requires_all_reduce(model, required)
 
 
 @contextlib.contextmanager

@@ -7,17 +7,20 @@ unit entered again after its turn starts the next round of the same cycle. A uni
 entered, not when its forward returns, so calling a layer twice in a row costs nothing.
 
 Gradients. Units are reduced in the order n-1, ..., 0, pinned units last; a unit whose gradients are late holds back
-the ones after it, and the end of backward launches the rest, zeros standing in for gradients that never came.
+the ones after it, and the end of backward launches the rest, zeros standing in for gradients that never came. With
+replicas or tensor parallelism the later stages follow in the same order, a fixed number of units behind.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 
 from .fsdp2 import queue_end_of_backward
-from .storage import DedicatedParam, OwnedPack
-from .unit import Unit, Weights
+from .mesh import Lanes
+from .storage import DedicatedParam
+from .unit import Pack, Unit, Weights
 
 # Packed gradient buffers in flight before the oldest is waited for: bounds memory without stalling the one being
 # filled.
@@ -35,17 +38,21 @@ class UnitSchedule:
 
     Args:
         units: every unit, in forward order.
+        lanes: those of the units.
         keep_unsharded: Z2: weights stay here until the optimizer changes them. Otherwise (Z3) they are freed after
             use and broadcast again for backward.
         prefetch: how many units ahead are launched.
     """
 
-    def __init__(self, units: Sequence[Unit], keep_unsharded: bool, prefetch: int) -> None:
+    def __init__(self, units: Sequence[Unit], lanes: Lanes, keep_unsharded: bool, prefetch: int) -> None:
         self.pinned = [unit for unit in units if unit.pinned]
         self.cyclic = [unit for unit in units if not unit.pinned]
         self.keep_unsharded = keep_unsharded
         self.prefetch = prefetch
+        self.lanes = lanes
         self.sync_gradients = True
+        # Whether a backward pass sends gradients beyond the shard dimension, or leaves that to a later one.
+        self.all_reduce_gradients = True
         self.phase = Phase.IDLE
         self._forward_order = {unit: index for index, unit in enumerate(self.cyclic)}
         self._reduce_order = [*reversed(self.cyclic), *self.pinned]
@@ -53,7 +60,8 @@ class UnitSchedule:
         self._next_reduce = 0
         self._hold_reductions = False
         self._callback_queued = False
-        self._in_flight: list[Unit] = []
+        self._in_flight: deque[Unit] = deque()  # in the shard stage
+        self._staged: deque[Unit] = deque()  # in the replicate stage
         # Reductions have been launched since gradients were last dropped; the same on every rank.
         self.has_gradients = False
 
@@ -179,7 +187,7 @@ class UnitSchedule:
         self.begin_backward()
         self._need(unit)
 
-    def take_gradient(self, unit: Unit, pack: OwnedPack, dp: DedicatedParam) -> None:
+    def take_gradient(self, unit: Unit, pack: Pack, dp: DedicatedParam) -> None:
         """Autograd has accumulated a gradient into ``dp.param.grad``."""
         self.begin_backward()
         unit.add_gradient(pack, dp)
@@ -197,8 +205,21 @@ class UnitSchedule:
             unit.launch_reduce()
             self.has_gradients = True
             self._in_flight.append(unit)
-            if len(self._in_flight) > _MAX_REDUCTIONS_IN_FLIGHT:
-                self._in_flight.pop(0).finish_reduce()
+            self._advance_stages(leave=_MAX_REDUCTIONS_IN_FLIGHT)
+
+    def _advance_stages(self, leave: int) -> None:
+        """Let all but the last ``leave`` units in each stage go on to the next one."""
+        if len(self._in_flight) <= leave and len(self._staged) <= leave:
+            return
+        with self.lanes.side_stream("reduce"):
+            while len(self._in_flight) > leave:
+                unit = self._in_flight.popleft()
+                unit.finish_shard_stage()
+                if unit.travelling and self.all_reduce_gradients:
+                    unit.launch_replicate_stage()
+                    self._staged.append(unit)
+            while len(self._staged) > leave:
+                self._staged.popleft().finish_stages()
 
     def end_backward(self) -> None:
         """Autograd has finished the backward pass."""
@@ -213,10 +234,14 @@ class UnitSchedule:
     # ---------------------------------------------------------------- between passes
 
     def wait_gradients(self) -> None:
-        """Every launched reduction is finished and accumulated on its owner."""
-        self._in_flight.clear()
-        for unit in self._reduce_order:
-            unit.finish_reduce()
+        """Collective with more than one stage. Every launched reduction is finished and accumulated on its owner."""
+        self._advance_stages(leave=0)
+        with self.lanes.side_stream("reduce"):
+            for unit in self._reduce_order:  # what passes without all_reduce_gradients have left behind
+                unit.launch_replicate_stage()
+            for unit in self._reduce_order:
+                unit.finish_stages()
+        self.lanes.join("reduce")
 
     def invalidate_weights(self) -> None:
         """The optimizer has changed the masters: nothing unsharded may be read again."""
@@ -232,6 +257,7 @@ class UnitSchedule:
             self.phase = Phase.IDLE
             self._release_all()
         self._in_flight.clear()
+        self._staged.clear()
         self.has_gradients = False
         for unit in self.units:
             unit.drop_gradients()

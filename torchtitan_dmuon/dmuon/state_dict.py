@@ -6,12 +6,21 @@ DTensors. Keys of tensors that live elsewhere are absent here, which is how DCP 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from .adamw import new_state
 from .classify import canonical_fqn
 from .fsdp2 import is_dedicated, sharded_parameters
+from .muon import Muon
 from .runtime import find_runtime
+from .storage import Piece
+from .tensor_parallel import chunk_bounds
 
 
 def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,7 +34,8 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if not is_dedicated(param):
             state[canonical_fqn(name)] = param.detach()
     runtime = find_runtime(model)
-    state |= {dp.fqn: dp.master for dp in runtime.owned} if runtime is not None else {}
+    if runtime is not None:
+        state |= _logical({piece: piece.master for piece in runtime.owned})
     state |= persistent_buffers(model)
     return state
 
@@ -65,23 +75,94 @@ def publish_weights(model: nn.Module) -> None:
 def get_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """This rank's part of the state of a ``Muon`` or ``torch.optim.AdamW``, as ``<canonical name>.<state name>``: the
     live tensors, created where no step has been taken yet. Load into them in place. Not collective."""
-    names = {param: canonical_fqn(name) for name, param in sharded_parameters(model)}
-    _create_adamw_state(optimizer)
-    return {
-        f"{names[param]}.{key}": value for param, values in optimizer.state.items() for key, value in values.items()
-    }
-
-
-def _create_adamw_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every AdamW parameter the state its first step would create."""
-    for group in optimizer.param_groups:
-        if "betas" not in group:
+    state: dict[str, torch.Tensor] = {}
+    if isinstance(optimizer, Muon):
+        owned: dict[str, dict[Piece, torch.Tensor]] = defaultdict(dict)
+        for piece in optimizer.runtime.owned:
+            if piece.spec.trainable:
+                for key, value in optimizer.state_of(piece).items():
+                    owned[key][piece] = value
+        for key, values in owned.items():
+            state |= {f"{fqn}.{key}": tensor for fqn, tensor in _logical(values).items()}
+    dedicated = {id(p) for p in model.parameters() if is_dedicated(p)}
+    step_device = {id(p): p.device if fused else "cpu" for p, fused in _plain_adamw(optimizer)}
+    for name, param in sharded_parameters(model):
+        if id(param) in dedicated or id(param) not in step_device:
             continue
-        for param in group["params"]:
-            if param not in optimizer.state:
-                device = param.device if group["fused"] else "cpu"
-                optimizer.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+        if param not in optimizer.state:
+            optimizer.state[param] = new_state(param, step_device[id(param)])
+        state |= {f"{canonical_fqn(name)}.{key}": value for key, value in optimizer.state[param].items()}
+    return state
+
+
+def _plain_adamw(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The parameters PyTorch's AdamW updates, with whether it is fused."""
+    inner = [plain for _, plain in optimizer.plain_adamw] if isinstance(optimizer, Muon) else [optimizer]
+    for plain in inner:
+        for group in plain.param_groups:
+            yield from ((param, bool(group["fused"])) for param in group["params"])
+
+
+def _logical(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By parameter name: the tensor of a whole piece, ``Chunks`` where this rank has a part. A state without the shape
+    of its piece (a step count) is the same for all parts."""
+    parts: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+    for piece, tensor in tensors.items():
+        parts[piece.fqn].append((piece, tensor))
+    logical = {}
+    for fqn, found in parts.items():
+        piece, tensor = found[0]
+        if piece.is_whole or tensor.shape != piece.shape:
+            logical[fqn] = tensor
+        else:
+            logical[fqn] = Chunks.of(piece.dp.shape, [(part, _offset(p)) for p, part in found if part.numel()])
+    return {fqn: tensor for fqn, tensor in logical.items() if tensor is not None}
+
+
+def _offset(piece: Piece) -> tuple[int, ...]:
+    """Where a piece begins in its parameter."""
+    offset = [piece.start] + [0] * (len(piece.shape) - 1)
+    dp = piece.dp
+    if piece.spec.route == "sharded_adamw" and dp.tp_dim is not None:
+        offset[dp.tp_dim] += chunk_bounds(dp.shape[dp.tp_dim], dp.tp_columns)[dp.tp_column][0]
+    return tuple(offset)
+
+
+class Chunks(torch.Tensor):
+    """Parts of a larger tensor, each at its offset, in the form DCP asks a tensor for (as DTensor does, but for parts
+    of any size). It has the size of the whole and shares memory with the parts."""
+
+    _whole: tuple[int, ...]
+    _parts: list[tuple[torch.Tensor, tuple[int, ...]]]
+
+    @staticmethod
+    def of(whole: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]]) -> Chunks | None:
+        """``None`` when there are no parts."""
+        if not parts:
+            return None
+        chunks = torch.Tensor._make_subclass(Chunks, parts[0][0].detach())
+        chunks._whole, chunks._parts = tuple(whole), parts
+        return chunks
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return torch.Size(self._whole) if dim is None else self._whole[dim]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(part.shape))
+            for part, offset in self._parts
+        ]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._parts[0][0])
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self._whole)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(part for part, offset in self._parts if torch.Size(offset) == index.offset)

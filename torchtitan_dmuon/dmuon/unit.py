@@ -15,7 +15,11 @@ from torch import nn
 
 from .lanes import Pending
 from .mesh import Lanes
-from .storage import DedicatedParam, OwnedPack
+from .owned import OwnedPack
+from .rows import RowPack
+from .storage import DedicatedParam, Piece
+
+Pack = OwnedPack | RowPack
 
 
 class Weights(enum.Enum):
@@ -43,7 +47,7 @@ class Unit:
         self,
         name: str,
         module: nn.Module,
-        packs: Sequence[OwnedPack],
+        packs: Sequence[Pack],
         lanes: Lanes,
         pinned: bool,
         input_dtype: torch.dtype | None,
@@ -63,7 +67,9 @@ class Unit:
         self.reduce_launched = False  # in the backward pass that is running
         self._pending: list[Pending] = []
         self._awaiting: set[str] = set()
-        self._reductions: deque[list[tuple[OwnedPack, Pending, torch.Tensor]]] = deque()
+        self._reductions: deque[list[tuple[Pack, Pending, torch.Tensor]]] = deque()
+        self._stages: list[tuple[Pack, Pending]] = []
+        self.travelling = False  # reduced along the shard dimension, not yet sent on to the owners
         self.expect_gradients()
 
     @property
@@ -71,7 +77,12 @@ class Unit:
         return [dp for pack in self.packs for dp in pack.params]
 
     @property
-    def trainable(self) -> list[tuple[OwnedPack, DedicatedParam]]:
+    def owned(self) -> list[Piece]:
+        """The pieces this rank owns."""
+        return [piece for pack in self.packs for piece in pack.owned]
+
+    @property
+    def trainable(self) -> list[tuple[Pack, DedicatedParam]]:
         return [(pack, dp) for pack in self.packs for dp in pack.trainable]
 
     # ---------------------------------------------------------------- weights
@@ -79,7 +90,7 @@ class Unit:
     def launch_unshard(self) -> None:
         """Collective unless the weights are here already, which is so on every rank or on none."""
         if self.weights is Weights.ABSENT:
-            self._pending = [pack.launch_unshard(self.lanes.unshard) for pack in self.packs]
+            self._pending = [pack.launch_unshard(self.lanes) for pack in self.packs]
             self.weights = Weights.IN_FLIGHT
 
     def show(self) -> None:
@@ -117,16 +128,15 @@ class Unit:
         self._awaiting = {dp.fqn for _, dp in self.trainable}
         self.reduce_launched = False
 
-    def add_gradient(self, pack: OwnedPack, dp: DedicatedParam) -> None:
+    def add_gradient(self, pack: Pack, dp: DedicatedParam) -> None:
         """Take the gradient autograd has just put on ``dp.param``."""
-        grad, dp.param.grad = dp.param.grad, None
         if self.reduce_launched:
             raise RuntimeError(
                 f"{dp.fqn}: a gradient arrived after unit {self.name or '<root>'!r} was reduced in the same backward "
                 "pass. The unit was entered in a way its hook boundary did not see; choose a boundary module that is "
                 "always called (hook_boundary_predicate)"
             )
-        pack.add_gradient(dp, grad)
+        pack.add_gradient(dp)
         self._awaiting.discard(dp.fqn)
 
     @property
@@ -134,23 +144,40 @@ class Unit:
         return not self._awaiting
 
     def launch_reduce(self) -> None:
-        """Collective."""
+        """Collective. Begin the reduction along the shard dimension."""
         self.reduce_launched = True
-        if any(pack.trainable for pack in self.packs):
-            self._reductions.append([(pack, *pack.launch_reduce(self.lanes.reduce)) for pack in self.packs])
+        packs = [pack for pack in self.packs if pack.trainable]
+        if packs:
+            self._reductions.append([(pack, *pack.launch_reduce(self.lanes)) for pack in packs])
 
-    def finish_reduce(self) -> None:
-        """Wait for every reduction in flight and accumulate what this rank owns."""
-        while self._reductions:
+    def finish_shard_stage(self) -> None:
+        """Wait for the oldest reduction along the shard dimension."""
+        if self._reductions:
             for pack, pending, grads in self._reductions.popleft():
-                pack.finish_reduce(pending, grads)
+                pack.finish_shard_stage(self.lanes, pending, grads)
+            self.travelling = self.lanes.staged
+
+    def launch_replicate_stage(self) -> None:
+        """Collective. Send on to the owners' replica what the shard stages have gathered."""
+        if self.travelling:
+            self._stages = [(pack, pack.launch_replicate_stage(self.lanes)) for pack in self.packs if pack.trainable]
+            self.travelling = False
+
+    def finish_stages(self) -> None:
+        """Collective. Wait for the replicate stage; gather tensor-parallel shards on the owners."""
+        for pack, pending in self._stages:
+            pack.finish_stages(self.lanes, pending)
+        self._stages = []
 
     def drop_gradients(self) -> None:
         """Wait for what is in flight and forget every gradient of this unit."""
         for reductions in self._reductions:
             for _, pending, _ in reductions:
                 pending.wait()
+        for _, pending in self._stages:
+            pending.wait()
         self._reductions.clear()
+        self._stages, self.travelling = [], False
         for pack in self.packs:
             pack.drop_gradients()
         self.expect_gradients()

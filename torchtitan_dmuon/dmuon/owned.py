@@ -1,0 +1,418 @@
+"""Packs of parameters with one owner per piece.
+
+``OwnedPack`` holds the owned parameters of one unit: the packed compute buffer the forward reads, this rank's source
+weights, the owner's masters, and gradients on their way to the owner. It launches collectives when it is told to;
+when that happens is the unit's and the schedule's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .lanes import Pending
+from .mesh import Lanes, Layout
+from .storage import ALIGN_BYTES, DedicatedParam, Piece, placeholder, round_up
+from .tensor_parallel import local_part, local_shape
+
+
+@dataclass
+class _Cell:
+    """Consecutive pieces of the packed buffers with one owner; ``place`` is its (replicate, shard, tp) coordinate."""
+
+    place: tuple[int, int, int]
+    pieces: list[Piece]
+    weights: tuple[int, int] = (0, 0)  # bytes of the packed weights
+    grads: tuple[int, int] = (0, 0)  # elements of the packed gradients
+
+
+class OwnedPack:
+    """The owned parameters of one unit, packed owner after owner.
+
+    Args:
+        params: in model order; those of several pieces come last, each contiguous.
+        layout: the grid.
+        divide_factor: called at reduction time; the summed gradient is divided by it.
+    """
+
+    def __init__(self, params: Sequence[DedicatedParam], layout: Layout, divide_factor: Callable[[], float]) -> None:
+        self.layout = layout
+        self.device = layout.device
+        self._divide_factor = divide_factor
+        single = sorted((dp for dp in params if len(dp.pieces) == 1), key=lambda dp: self._cell_order(dp.pieces[0]))
+        several = [dp for dp in params if len(dp.pieces) > 1]
+        self.params = [*single, *several]
+        self.pieces = [piece for dp in self.params for piece in dp.pieces]
+        self.trainable = [dp for dp in self.params if dp.spec.trainable]
+        self.always_unsharded = layout.shape[1] == 1
+        self._cells: list[_Cell] = []
+        for dp in self.params:
+            for piece in dp.pieces:
+                place = layout.coordinate_of(piece.owner)
+                joins = len(dp.pieces) == 1 and self._cells and self._cells[-1].place == place
+                if joins:
+                    self._cells[-1].pieces.append(piece)
+                else:
+                    self._cells.append(_Cell(place, [piece]))
+        self._own_cells = [cell for cell in self._cells if cell.place[1] == layout.coordinate[1]]
+        self._publishing = Pending([])
+        self._layout_weights()
+        self._layout_gradients()
+
+    def _cell_order(self, piece: Piece) -> tuple[int, int, int]:
+        replicate, shard, tp = self.layout.coordinate_of(piece.owner)
+        return shard, replicate, tp
+
+    def _local_shape(self, piece: Piece, column: int) -> tuple[int, ...]:
+        return local_shape(piece.shape, piece.dp.tp_dim, column, self.layout.shape[2])
+
+    # ---------------------------------------------------------------- weights
+
+    def _layout_weights(self) -> None:
+        self._weight_offset: dict[Piece, int] = {}
+        column, end = self.layout.coordinate[2], 0
+        for cell in self._cells:
+            end = self._place_weights(cell.pieces, column, end, self._weight_offset)
+            cell.weights = (self._weight_offset[cell.pieces[0]], end)
+        self._weight_end = round_up(end, ALIGN_BYTES)
+        self._weight_segments = _merge((cell.weights, cell.place[1]) for cell in self._cells)
+        # Source weights: this rank's segments, one after the other.
+        self._own_ranges, size = [], 0
+        for (begin, end), shard in self._weight_segments:
+            if shard == self.layout.coordinate[1]:
+                self._own_ranges.append((begin, end, size))
+                size = round_up(size + end - begin, ALIGN_BYTES)
+        self._source = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._packed = self._source
+        if not self.always_unsharded:
+            self._packed = torch.empty(self._weight_end, dtype=torch.uint8, device=self.device)
+        self._views = [
+            _typed(self._packed, self._weight_offset[dp.pieces[0]], dp.spec.param_dtype, dp.local_shape)
+            for dp in self.params
+        ]
+        self._placeholders = [placeholder(dp.local_shape, dp.spec.param_dtype, self.device) for dp in self.params]
+        self.free()
+
+    def _place_weights(self, pieces: Iterable[Piece], column: int, begin: int, offsets: dict[Piece, int]) -> int:
+        """Lay out the local weights of ``column``; returns the end. Pieces of one parameter follow each other without a
+        gap, so that the parameter is one view of the buffer."""
+        end = begin
+        for piece in pieces:
+            if piece is piece.dp.pieces[0]:
+                end = round_up(end, ALIGN_BYTES)
+            offsets[piece] = end
+            end += math.prod(self._local_shape(piece, column)) * piece.spec.param_dtype.itemsize
+        return end
+
+    def _source_offset(self, packed_offset: int) -> int:
+        for begin, end, source in self._own_ranges:
+            if begin <= packed_offset <= end:
+                return packed_offset - begin + source
+        raise AssertionError("not a source of this rank")
+
+    def _source_view(self, piece: Piece) -> torch.Tensor:
+        """This column's part of the source weight of ``piece``, [local shape, param_dtype]."""
+        offset = self._source_offset(self._weight_offset[piece])
+        return _typed(self._source, offset, piece.spec.param_dtype, self._local_shape(piece, piece.dp.tp_column))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes broadcast to fill the packed compute buffer."""
+        return sum(end - begin for (begin, end), _ in self._weight_segments)
+
+    @property
+    def owned(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.is_owned]
+
+    def allocate_masters(self) -> None:
+        """Give every owned piece its (uninitialised) master. A master in the compute dtype that no tensor parallelism
+        splits is the source weight itself, so nothing is stored twice."""
+        for piece in self.owned:
+            if piece.master is None:
+                dtype = piece.spec.master_dtype
+                if dtype == piece.spec.param_dtype and piece.dp.tp_dim is None:
+                    piece.master = self._source_view(piece)
+                else:
+                    piece.master = torch.empty(piece.shape, dtype=dtype, device=self.device)
+
+    @torch.no_grad()
+    def publish(self, lanes: Lanes) -> None:
+        """Collective with more than one stage. Bring the source weights of every replica and column up to date with
+        the owners' masters, asynchronously; ``launch_unshard`` waits for it."""
+        replicate, _, column = self.layout.coordinate
+        self._publishing.wait()
+        with lanes.side_stream("publish"):
+            if lanes.publish_tp is None:
+                for piece in self.owned:
+                    source = self._source_view(piece)
+                    if source.data_ptr() != piece.master.data_ptr():
+                        source.copy_(piece.master)
+            else:
+                self._publish_columns(lanes, [cell for cell in self._own_cells if cell.place[0] == replicate], column)
+            if lanes.publish_replicate is not None:
+                segments = _merge((self._source_range(cell), cell.place[0]) for cell in self._own_cells)
+                self._publishing = lanes.publish_replicate.broadcast(
+                    (self._source[begin:end], source) for (begin, end), source in segments if end > begin
+                )
+
+    def _source_range(self, cell: _Cell) -> tuple[int, int]:
+        begin = self._source_offset(cell.weights[0])
+        return begin, begin + cell.weights[1] - cell.weights[0]
+
+    def _publish_columns(self, lanes: Lanes, cells: list[_Cell], column: int) -> None:
+        """Owner -> its weight's shards on every tensor-parallel column of its replica."""
+        columns = self.layout.shape[2]
+        mine = [cell for cell in cells if cell.place[2] == column]
+        parts, sent_sizes = [], []
+        for target in range(columns):
+            offsets: dict[Piece, int] = {}
+            ends = 0
+            for cell in mine:
+                ends = self._place_weights(cell.pieces, target, round_up(ends, ALIGN_BYTES), offsets)
+            buffer = torch.empty(round_up(ends, ALIGN_BYTES), dtype=torch.uint8, device=self.device)
+            for piece, offset in offsets.items():
+                shard = local_part(piece.master, piece.dp.tp_dim, target, columns)
+                _typed(buffer, offset, piece.spec.param_dtype, shard.shape).copy_(shard)
+            parts.append(buffer)
+            sent_sizes.append(buffer.numel())
+        layouts: list[dict[Piece, int]] = []
+        output_sizes = []
+        for owner in range(columns):
+            offsets, ends = {}, 0
+            for cell in cells:
+                if cell.place[2] == owner:
+                    ends = self._place_weights(cell.pieces, column, round_up(ends, ALIGN_BYTES), offsets)
+            layouts.append(offsets)
+            output_sizes.append(round_up(ends, ALIGN_BYTES))
+        output = torch.empty(sum(output_sizes), dtype=torch.uint8, device=self.device)
+        lanes.publish_tp.exchange(output, output_sizes, torch.cat(parts), sent_sizes).wait()
+        for part, offsets in zip(output.split(output_sizes), layouts, strict=True):
+            for piece, offset in offsets.items():
+                view = self._source_view(piece)
+                view.copy_(_typed(part, offset, piece.spec.param_dtype, view.shape))
+
+    def wait_publish(self, lanes: Lanes) -> None:
+        """The source weights may be read on the current stream."""
+        self._publishing.wait()
+        lanes.join("publish")
+
+    def launch_unshard(self, lanes: Lanes) -> Pending:
+        """Collective. Fill the packed buffer: every source broadcasts its segments."""
+        self.wait_publish(lanes)
+        if self.always_unsharded:
+            return Pending([])
+        self._packed.untyped_storage().resize_(self._packed.numel())
+        for begin, end, source in self._own_ranges:
+            self._packed[begin:end].copy_(self._source[source : source + end - begin])
+        return lanes.unshard.broadcast(
+            (self._packed[begin:end], shard) for (begin, end), shard in self._weight_segments if end > begin
+        )
+
+    def install(self) -> None:
+        """Let the parameters show their weights."""
+        for dp, view in zip(self.params, self._views, strict=True):
+            dp.show(view)
+
+    def conceal(self) -> None:
+        """Let the parameters show placeholders; the packed buffer stays as it is."""
+        for dp, nan in zip(self.params, self._placeholders, strict=True):
+            dp.show(nan)
+
+    def free(self) -> None:
+        """Give the packed buffer's memory back. Tensors saved for backward keep pointing at the same storage, which
+        ``launch_unshard`` fills again before they are read."""
+        if not self.always_unsharded:
+            self._packed.untyped_storage().resize_(0)
+
+    # ---------------------------------------------------------------- gradients
+
+    def _layout_gradients(self) -> None:
+        """Per cell: its trainable gradients, then one element per piece that counts the ranks which had one. Summed
+        together with the gradients, the counts tell the owner what was skipped everywhere."""
+        self._grad_dtype = self.trainable[0].spec.grad_dtype if self.trainable else torch.float32
+        self._align = ALIGN_BYTES // self._grad_dtype.itemsize
+        self._grad_offset: dict[Piece, tuple[int, int]] = {}  # of the gradient and of its count
+        column, end = self.layout.coordinate[2], 0
+        for cell in self._cells:
+            begin = end
+            end = self._place_gradients(cell.pieces, column, begin, self._grad_offset)
+            cell.grads = (begin, end)
+        self._grad_segments = _merge((cell.grads, cell.place[1]) for cell in self._cells)
+        counts = [count for _, count in self._grad_offset.values()]
+        self._counts = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        self._grads: torch.Tensor | None = None  # packed, unreduced
+        self._present: set[DedicatedParam] = set()
+        # This rank's segments after the shard stage, accumulated until they travel on.
+        self._source_grads: list[torch.Tensor] | None = None
+
+    def _place_gradients(
+        self, pieces: Iterable[Piece], column: int, begin: int, offsets: dict[Piece, tuple[int, int]]
+    ) -> int:
+        trainable = [piece for piece in pieces if piece.spec.trainable]
+        starts, end = [], begin
+        for piece in trainable:
+            starts.append(end)
+            end = round_up(end + math.prod(self._local_shape(piece, column)), self._align)
+        for index, (piece, start) in enumerate(zip(trainable, starts, strict=True)):
+            offsets[piece] = (start, end + index)
+        return round_up(end + len(trainable), self._align)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the packed gradient buffer."""
+        return (self._cells[-1].grads[1] if self._cells else 0) * self._grad_dtype.itemsize
+
+    def add_gradient(self, dp: DedicatedParam) -> None:
+        """Accumulate the gradient autograd has put on ``dp.param`` into the packed buffer."""
+        grad = dp.take_gradient()
+        buffer = self._packed_gradients()
+        for piece in dp.pieces:
+            slot = self._local_gradient(buffer, piece, *self._grad_offset[piece], dp.tp_column)[0]
+            part = grad if piece.is_whole else grad[piece.start : piece.stop]
+            if dp in self._present:
+                slot.add_(part)
+            else:
+                slot.copy_(part)
+        self._present.add(dp)
+
+    def _packed_gradients(self) -> torch.Tensor:
+        if self._grads is None:
+            size = self._cells[-1].grads[1]
+            self._grads = torch.empty(size, dtype=self._grad_dtype, device=self.device)
+        return self._grads
+
+    def _local_gradient(
+        self, buffer: torch.Tensor, piece: Piece, start: int, count: int, column: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gradient [local shape of ``column``], its 0-D count) in a buffer."""
+        shape = self._local_shape(piece, column)
+        return buffer[start : start + math.prod(shape)].view(shape), buffer[count]
+
+    def launch_reduce(self, lanes: Lanes) -> tuple[Pending, torch.Tensor]:
+        """Collective. Sum the packed gradients onto their sources; a parameter without a local gradient sends zeros.
+        Returns what ``finish_shard_stage`` needs."""
+        grads = self._packed_gradients()
+        grads.index_fill_(0, self._counts, 1.0)
+        for dp in self.trainable:
+            if dp not in self._present:
+                for piece in dp.pieces:
+                    for part in self._local_gradient(grads, piece, *self._grad_offset[piece], dp.tp_column):
+                        part.zero_()
+        self._grads, self._present = None, set()
+        pending = lanes.reduce.reduce(
+            (grads[begin:end], shard) for (begin, end), shard in self._grad_segments if end > begin
+        )
+        return pending, grads
+
+    def finish_shard_stage(self, lanes: Lanes, pending: Pending, grads: torch.Tensor) -> None:
+        """Wait for the reduction along the shard dimension and add this rank's segments to what has come before."""
+        pending.wait()
+        if grads.is_cuda:
+            grads.record_stream(torch.cuda.current_stream())
+        own = [grads[begin:end] for (begin, end), shard in self._grad_segments if shard == self.layout.coordinate[1]]
+        factor = self._divide_factor()
+        for segment in own:
+            if factor != 1.0:
+                segment.div_(factor)
+        if self._source_grads is None:
+            # Cloned, so that the other sources' segments of the packed buffer can be freed.
+            self._source_grads = own if self.always_unsharded else [segment.clone() for segment in own]
+            if not lanes.staged:
+                for cell in self._own_cells:
+                    self._deliver(cell, self._in_source(cell.grads))
+        else:
+            for total, segment in zip(self._source_grads, own, strict=True):
+                total.add_(segment)
+
+    def _in_source(self, grads: tuple[int, int]) -> torch.Tensor:
+        """The part of the source gradients that has the packed range ``grads``."""
+        own = [span for span, shard in self._grad_segments if shard == self.layout.coordinate[1]]
+        for (begin, end), segment in zip(own, self._source_grads, strict=True):
+            if begin <= grads[0] and grads[1] <= end:
+                return segment[grads[0] - begin : grads[1] - begin]
+        raise AssertionError("not a source of this rank")
+
+    def _deliver(self, cell: _Cell, segment: torch.Tensor) -> None:
+        """Give the owner's pieces their gradients: views of ``segment``, which covers the cell."""
+        for piece in cell.pieces:
+            if piece.spec.trainable:
+                start, count = (offset - cell.grads[0] for offset in self._grad_offset[piece])
+                piece.accumulate(*self._local_gradient(segment, piece, start, count, piece.dp.tp_column))
+
+    def launch_replicate_stage(self, lanes: Lanes) -> Pending:
+        """Collective. Sum the sources' gradients over replicas onto the owner's replica."""
+        if lanes.reduce_replicate is None or self._source_grads is None:
+            return Pending([])
+        spans = _merge((cell.grads, cell.place[0]) for cell in self._own_cells)
+        return lanes.reduce_replicate.reduce(
+            (self._in_source((begin, end)), replica) for (begin, end), replica in spans if end > begin
+        )
+
+    def finish_stages(self, lanes: Lanes, pending: Pending) -> None:
+        """Collective with tensor parallelism. Wait for the replicate stage, gather the columns' shards on the owner
+        and add the result to its gradient."""
+        pending.wait()
+        replicate, _, column = self.layout.coordinate
+        cells = [cell for cell in self._own_cells if cell.place[0] == replicate]
+        if lanes.reduce_tp is not None:
+            self._gather_columns(lanes, cells, column)
+        else:
+            for cell in cells:
+                self._deliver(cell, self._in_source(cell.grads).clone())
+        self._source_grads = None
+
+    def _gather_columns(self, lanes: Lanes, cells: list[_Cell], column: int) -> None:
+        columns = self.layout.shape[2]
+        sent, sent_sizes = [], []
+        for target in range(columns):
+            parts = [self._in_source(cell.grads) for cell in cells if cell.place[2] == target]
+            sent += parts
+            sent_sizes.append(sum(part.numel() for part in parts))
+        mine = [cell for cell in cells if cell.place[2] == column]
+        layouts, output_sizes = [], []
+        for source in range(columns):
+            offsets: dict[Piece, tuple[int, int]] = {}
+            end = 0
+            for cell in mine:
+                end = self._place_gradients(cell.pieces, source, end, offsets)
+            layouts.append(offsets)
+            output_sizes.append(end)
+        output = torch.empty(sum(output_sizes), dtype=self._grad_dtype, device=self.device)
+        packed = torch.cat(sent) if sent else output.new_empty(0)
+        lanes.reduce_tp.exchange(output, output_sizes, packed, sent_sizes).wait()
+        received = output.split(output_sizes)
+        for piece in (piece for cell in mine for piece in cell.pieces if piece.spec.trainable):
+            full = torch.empty(piece.shape, dtype=self._grad_dtype, device=self.device)
+            count = torch.zeros((), dtype=self._grad_dtype, device=self.device)
+            for source, (part, offsets) in enumerate(zip(received, layouts, strict=True)):
+                if piece.dp.tp_dim is None and source != column:
+                    continue  # every column has the same gradient
+                shard, seen = self._local_gradient(part, piece, *offsets[piece], source)
+                local_part(full, piece.dp.tp_dim, source, columns).copy_(shard)
+                count += seen
+            piece.accumulate(full, count)
+
+    def drop_gradients(self) -> None:
+        """Forget local, travelling and reduced gradients."""
+        self._grads, self._present, self._source_grads = None, set(), None
+        for piece in self.pieces:
+            piece.grad = piece.grad_count = None
+
+
+def _typed(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """View of the bytes from ``offset`` on as a tensor."""
+    return buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _merge(spans: Iterable[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int, int], int]]:
+    """Join neighbouring ranges that have the same key; gaps of alignment between them are included."""
+    merged: list[tuple[tuple[int, int], int]] = []
+    for (begin, end), key in spans:
+        if merged and merged[-1][1] == key and begin <= round_up(merged[-1][0][1], ALIGN_BYTES):
+            merged[-1] = ((merged[-1][0][0], end), key)
+        else:
+            merged.append(((begin, end), key))
+    return merged
