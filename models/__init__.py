@@ -49,12 +49,15 @@ class ModelSpec:
             materialises the parameters and calls the model's `tie_weights`, `init_buffers` and
             `init_parameter`.
         hf: the map between our parameter names and HuggingFace's.
+        tensor_parallel_plan: loss_parallel -> (plan outside the blocks, plan of one block) for
+            `torch.distributed.tensor.parallel.parallelize_module`.
     """
 
     name: str
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module]
     hf: HFNameMap
+    tensor_parallel_plan: Callable[[bool], tuple[dict[str, Any], dict[str, Any]]]
 
 
 def model_names() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from torchtitan_dmuon.config.job_config import Compile
 from torchtitan_dmuon.data import IGNORE_INDEX
@@ -25,6 +26,11 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
         labels: [B, S] int64.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def whole(loss: torch.Tensor) -> torch.Tensor:
+    """A loss computed on logits split along the vocabulary, as a plain tensor."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def build_loss(config: Compile) -> LossFn:

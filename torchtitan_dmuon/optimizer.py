@@ -47,13 +47,13 @@ def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
         raise ConfigError("dmuon.ns_backend, ns_coefficients, ns_steps", None, str(error)) from None
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, lane: dmuon.Lane) -> torch.Tensor:
-    """Clip every gradient by one joint 2-norm. Collective over ``lane``, the ranks that share the model. Returns the
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, lanes: list[dmuon.Lane]) -> torch.Tensor:
+    """Clip every gradient by one joint 2-norm. Collective over ``lanes``, which span all ranks. Returns the
     norm before clipping, the same everywhere."""
     if isinstance(optimizer, dmuon.Muon):
         return dmuon.clip_total_grad_norm_(optimizer, max_norm)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return dmuon.clip_gradients_(gradients, max_norm, [lane])
+    return dmuon.clip_gradients_(gradients, max_norm, lanes)
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from models import get_model_args, get_model_spec
 from models.layers import parameter_seed
@@ -30,11 +32,12 @@ from torchtitan_dmuon.data import (
 from torchtitan_dmuon.distributed import init_distributed, set_determinism, world_from_env
 from torchtitan_dmuon.flops import num_flops_per_token, num_matmul_parameters
 from torchtitan_dmuon.logging import logger
-from torchtitan_dmuon.loss import build_loss
+from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
 from torchtitan_dmuon.metrics import MetricsLogger
 from torchtitan_dmuon.optimizer import build_newton_schulz, build_optimizer, clip_gradients, guarded_step
-from torchtitan_dmuon.parallel import ParallelDims, parallelize
+from torchtitan_dmuon.parallel import ParallelDims, all_reduce, check_tensor_parallel, parallelize
+from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
 from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan_dmuon.validation import validate
 
@@ -63,6 +66,14 @@ class Trainer:
         self.folder = _writable_folder(config)
         tokenizer = build_tokenizer(config.model.hf_assets_path)
         model_args = _model_args(config, tokenizer.vocab_size)
+        check_tensor_parallel(
+            dims.tp,
+            {
+                "the model's n_heads": model_args.n_heads,
+                "the model's n_kv_heads": model_args.n_kv_heads,
+                "training.seq_len": training.seq_len,
+            },
+        )
         newton_schulz = build_newton_schulz(config)
         loader_options = {**vars(training.dataloader), "dp_size": dims.dp_size, "seed": config.debug.seed}
 
@@ -86,12 +97,12 @@ class Trainer:
 
         set_determinism(config.debug)
         self.device = init_distributed(config.comm)
-        self.mesh = dims.build_mesh(self.device.type)
-        self.group = self.mesh.get_group()
-        self.lane = dmuon.Lane("norm", self.group, self.device)
+        self.meshes = dims.build(self.device)
+        self.dp_lanes, self.lanes = self.meshes.dp_lanes, self.meshes.lanes
+        self.loss_context = loss_parallel if uses_loss_parallel(config) else contextlib.nullcontext
         _same_everywhere("training.dataset", len(dataset))
 
-        loader_options["dp_rank"] = self.mesh.get_local_rank()
+        loader_options["dp_rank"] = self.meshes.dp_rank
         self.loader = build_loader(
             dataset,
             local_batch_size=training.local_batch_size,
@@ -127,7 +138,7 @@ class Trainer:
         ns_flops = 0
         if config.optimizer.name == "DMuon":
             owned = dmuon.get_owned_params(self.model)
-            ns_flops = sum(newton_schulz.flops(*dp.shape) for dp in owned if dp.spec.trainable)
+            ns_flops = sum(newton_schulz.flops(*piece.shape) for piece in owned if piece.spec.route == "muon")
         self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
 
     # ---------------------------------------------------------------- building
@@ -136,7 +147,8 @@ class Trainer:
         """(parallelized model with its initial weights, model FLOPs of one token)."""
         config = self.config
         with torch.device("meta"):
-            model = get_model_spec(config.model.name).build(model_args)
+            spec = get_model_spec(config.model.name)
+            model = spec.build(model_args)
         matmul_parameters = num_matmul_parameters(model)
         flops_per_token = num_flops_per_token(
             matmul_parameters,
@@ -152,7 +164,7 @@ class Trainer:
             *(config.model.name, config.model.flavor, f"{total:,}", flops_per_token),
         )
         init_parameter = model.init_parameter
-        parallelize(model, self.mesh, config)
+        parallelize(model, self.meshes, spec, config)
 
         def init(fqn: str, tensor: torch.Tensor) -> None:
             seed = parameter_seed(config.debug.seed, fqn)
@@ -228,19 +240,21 @@ class Trainer:
             micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
         valid = torch.tensor(float(sum((mb["labels"] != IGNORE_INDEX).sum() for mb in micro_batches)))
         valid = valid.to(self.device, non_blocking=True)
-        dist.all_reduce(valid, group=self.group)
+        all_reduce(self.dp_lanes, valid)
 
         loss = torch.zeros((), device=self.device)
-        for micro_batch in micro_batches:
+        for index, micro_batch in enumerate(micro_batches):
+            self._send_gradients_to_replicas(index + 1 == len(micro_batches))
             tokens = micro_batch["input"].to(self.device, non_blocking=True)
             labels = micro_batch["labels"].to(self.device, non_blocking=True)
-            part = self.loss_fn(self.model(tokens), labels) / valid
-            part.backward()
+            with self.loss_context():
+                part = whole(self.loss_fn(self.model(tokens), labels)) / valid
+                part.backward()
             loss += part.detach()
-        dist.all_reduce(loss, group=self.group)
+        all_reduce(self.dp_lanes, loss)
 
         with self.metrics.optimizer.measure():
-            grad_norm = clip_gradients(self.optimizer, self.config.training.max_norm, self.lane)
+            grad_norm = clip_gradients(self.optimizer, self.config.training.max_norm, self.lanes)
             bad = ~(loss.isfinite() & grad_norm.isfinite())
             self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
             if self._found_inf_on_device:
@@ -252,6 +266,15 @@ class Trainer:
         self.scheduler.step()
         self.metrics.count_step(sum(mb["input"].numel() for mb in micro_batches))
         return loss, grad_norm
+
+    def _send_gradients_to_replicas(self, required: bool) -> None:
+        """Only the last micro-batch of a step does; the ones before add up along the shard dimension."""
+        if self.meshes.dp_replicate is None:
+            return
+        if self.config.optimizer.name == "DMuon":
+            dmuon.set_requires_all_reduce(self.model, required)
+        else:
+            self.model.set_requires_all_reduce(required)
 
     def _raise_if_bad(self) -> None:
         """Waits for the device. Every rank has the same flag, so all of them stop."""
@@ -276,8 +299,8 @@ class Trainer:
                     self.validation_loader,
                     self.loss_fn,
                     config.validation,
-                    self.group,
-                    self.device,
+                    self.dp_lanes,
+                    self.loss_context,
                 )
             logger.info("validation: step: %4d  loss: %.4f", self.step, loss)
             self.metrics.write(self.step, {"loss": loss}, prefix="validation")
@@ -286,7 +309,7 @@ class Trainer:
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         """Shorter from now on: building and compiling are over."""
-        for group in {dist.group.WORLD, self.group}:
+        for group in {dist.group.WORLD, *(lane.group for lane in self.lanes)}:
             dmuon.set_group_timeout(group, self.device, timeout)
         if self.config.optimizer.name == "DMuon":
             dmuon.set_timeout(self.model, timeout)

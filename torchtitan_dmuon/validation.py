@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torchtitan_dmuon.config.job_config import Validation
 from torchtitan_dmuon.data import IGNORE_INDEX, TokenLoader
-from torchtitan_dmuon.loss import LossFn
+from torchtitan_dmuon.dmuon import Lane
+from torchtitan_dmuon.loss import LossFn, whole
+from torchtitan_dmuon.parallel import all_reduce
 
 
 @torch.no_grad()
@@ -17,18 +21,21 @@ def validate(
     loader: TokenLoader,
     loss_fn: LossFn,
     config: Validation,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    lanes: list[Lane],
+    context: Callable[[], AbstractContextManager],
 ) -> float:
-    """Collective. The mean loss over ``config.steps`` batches (-1: all). Leaves ``model`` in training mode."""
+    """Collective over ``lanes``, the ranks that read different data. The mean loss over ``config.steps`` batches (-1:
+    all). ``context`` is what the loss runs under. Leaves ``model`` in training mode."""
+    device = lanes[0].device
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for index, batch in enumerate(loader):
         if index == config.steps:
             break
         labels = batch["labels"].to(device)
-        total[0] += loss_fn(model(batch["input"].to(device)), labels)
+        with context():
+            total[0] += whole(loss_fn(model(batch["input"].to(device)), labels))
         total[1] += (labels != IGNORE_INDEX).sum()
-    dist.all_reduce(total, group=group)
+    all_reduce(lanes, total)
     model.train()
     return (total[0] / total[1]).item()

@@ -4,6 +4,7 @@ from models import ModelSpec
 from models.layers import RopeScaling
 from models.llama3.hf import Llama3HFNameMap
 from models.llama3.model import Llama3, Llama3Args, TransformerBlock
+from models.llama3.tensor_parallel import tensor_parallel_plan
 
 __all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavors", "spec"]
 
@@ -69,4 +70,10 @@ flavors: dict[str, Llama3Args] = {
     ),
 }
 
-spec = ModelSpec(name="llama3", flavors=flavors, build=Llama3, hf=Llama3HFNameMap())
+spec = ModelSpec(
+    name="llama3",
+    flavors=flavors,
+    build=Llama3,
+    hf=Llama3HFNameMap(),
+    tensor_parallel_plan=tensor_parallel_plan,
+)

@@ -124,10 +124,17 @@ class Training:
 class Parallelism:
     """How ranks divide the work."""
 
-    data_parallel_shard_degree: int = key(-1, "ranks that shard the model; -1 is all of them", minimum=1, special=-1)
+    data_parallel_replicate_degree: int = key(
+        1, "replicas of the sharded model (HSDP); a matrix still has one owner in all of them", minimum=1
+    )
+    data_parallel_shard_degree: int = key(
+        -1, "ranks that shard the model; -1 is all that the other degrees leave", minimum=1, special=-1
+    )
     fsdp_reshard_after_forward: str = key(
         "default", "free unsharded FSDP2 weights after forward", choices=("default", "always", "never")
     )
+    tensor_parallel_degree: int = key(1, "ranks that split each layer, with sequence parallelism", minimum=1)
+    disable_loss_parallel: bool = key(False, "gather the logits of tensor parallelism before the loss")
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,14 @@ class DMuon:
     prefetch: int = key(1, "units unsharded ahead of the one that computes", minimum=0)
     include: list[str] = key([], "FQN globs of parameters to train with Muon beside the default ones")
     exclude: list[str] = key([], "FQN globs of parameters to leave out of Muon")
+    others: str = key(
+        "fsdp2",
+        "what Muon leaves out: fsdp2 shards it, dedicated gives small ones an AdamW owner and shares the rows of"
+        " embedding and head",
+        choices=("fsdp2", "dedicated"),
+    )
+    min_matrix_dim: int = key(128, "smaller side a matrix needs to go to Muon by default", minimum=1)
+    replicate_async: bool = key(True, "send new weights to replicas and shards while the next step begins")
     process_group_policy: str = key(
         "isolated", "DMuon's own process groups, or those of the trainer", choices=("isolated", "shared")
     )

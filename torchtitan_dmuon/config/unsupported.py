@@ -24,9 +24,6 @@ UNSUPPORTED: dict[str, str] = {
     "training.gc_debug": _NOT_YET,
     **_not_yet(
         "parallelism",
-        "data_parallel_replicate_degree",
-        "tensor_parallel_degree",
-        "disable_loss_parallel",
         "enable_async_tensor_parallel",
         "pipeline_parallel_degree",
         "module_fqns_per_model_part",

@@ -3,7 +3,13 @@
 from .assignment import Assignment
 from .classify import Decision, classify
 from .clip import clip_grad_norm_, clip_gradients_, clip_total_grad_norm_
-from .diagnostics import OwnershipRow, format_ownership_table, ownership_table
+from .diagnostics import (
+    OwnershipRow,
+    format_ownership_table,
+    ownership_table,
+    summarize_comm_plan,
+    summarize_param_groups,
+)
 from .fsdp2 import set_group_timeout
 from .lanes import Lane
 from .materialize import initialize_undedicated, materialize
@@ -53,4 +59,6 @@ __all__ = [
     "set_model_state_dict",
     "set_requires_all_reduce",
     "set_timeout",
+    "summarize_comm_plan",
+    "summarize_param_groups",
 ]

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # Set on every dedicated parameter (the guide documents it); what the patched ``fully_shard`` looks for.
 OWNER_MARKER = "_dedicated_owner_rank"
@@ -111,13 +112,43 @@ def _guarded_apply(module: nn.Module, allowed: Callable[[], bool], fn: Callable,
 
 
 def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """``model._apply(fn)``, leaving every dedicated parameter untouched (``guard_apply`` must allow it)."""
-    model._apply(lambda tensor: tensor if is_dedicated(tensor) else fn(tensor))
+    """``model._apply(fn)`` with the dedicated parameters taken out meanwhile (``guard_apply`` must allow it): it would
+    swap a DTensor for a new object, without our hooks, even where ``fn`` returns its argument."""
+    held = [
+        (module, key, param)
+        for module in model.modules()
+        for key, param in module._parameters.items()
+        if param is not None and is_dedicated(param)
+    ]
+    for module, key, _ in held:
+        module._parameters[key] = None
+    try:
+        model._apply(fn)
+    finally:
+        for module, key, param in held:
+            module._parameters[key] = param
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's data: of a DTensor the local tensor itself (``to_local`` gives a view)."""
     return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The part of ``full`` that this rank holds of a DTensor placed as ``like``, without communication.
+
+    FSDP2 over tensor parallelism marks the data dimension as strided: tensor parallelism splits first, and FSDP2 splits
+    what it left.
+    """
+    order = sorted(enumerate(like.placements), key=lambda entry: isinstance(entry[1], _StridedShard))
+    for mesh_dim, placement in order:
+        if placement.is_shard() or isinstance(placement, _StridedShard):
+            ranks, mine = like.device_mesh.size(mesh_dim), like.device_mesh.get_local_rank(mesh_dim)
+            parts = full.chunk(ranks, placement.dim)
+            full = parts[mine] if mine < len(parts) else full.narrow(placement.dim, 0, 0)
+        elif not placement.is_replicate():
+            raise ValueError(f"cannot fill a tensor placed as {placement}")
+    return full
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

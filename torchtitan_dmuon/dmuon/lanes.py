@@ -9,6 +9,7 @@ CPU ``wait`` blocks the host. One code path serves gloo and NCCL.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,22 @@ class Pending:
         for work in self._works:
             work.wait()
         self._works, self._inputs = [], ()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective as it is planned.
+
+    Attributes:
+        lane: the name of its lane.
+        payload_bytes: size of the buffer handed to it: the larger one where input and output differ, and what is sent
+            in an exchange.
+        sent_bytes: what leaves a rank. Of an exchange, this rank; else the average over the group.
+    """
+
+    lane: str
+    payload_bytes: int
+    sent_bytes: float
 
 
 class Lane:
@@ -85,3 +102,12 @@ class Lane:
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
+
+    def plan(self, payload_bytes: int, passes: int = 1) -> Transfer:
+        """A collective at its least cost. Broadcast, reduce, all-gather and reduce-scatter move each byte to (or from)
+        every other rank once; an all-reduce takes two ``passes``."""
+        return Transfer(self.name, payload_bytes, passes * payload_bytes * (self.size - 1) / self.size)
+
+    def plan_exchange(self, sent_bytes: list[int]) -> Transfer:
+        """An ``exchange`` that sends so many bytes to each rank."""
+        return Transfer(self.name, sum(sent_bytes), sum(sent_bytes) - sent_bytes[self.rank])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from . import fsdp2
 from .classify import canonical_fqn
@@ -78,8 +78,6 @@ def initialize_undedicated(model: nn.Module, init_fn: InitFn) -> None:
         init_fn(canonical_fqn(name), full)
         full = full.to(param.dtype)
         if isinstance(param, DTensor):
-            # src_data_rank=None: every rank has the full tensor already, nothing is sent.
-            shard = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-            param.to_local().copy_(shard.to_local())
+            param.to_local().copy_(fsdp2.local_shard(full, param))
         else:
             param.copy_(full)

@@ -15,6 +15,7 @@ from .fsdp2 import group_like
 from .lanes import Lane
 
 GROUP_POLICIES = ("isolated", "shared")
+LANES = ("unshard", "reduce", "reduce_replicate", "reduce_tp", "publish_replicate", "publish_tp")
 
 
 @dataclass(frozen=True)

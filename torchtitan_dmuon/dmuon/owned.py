@@ -8,12 +8,12 @@ when that happens is the unit's and the schedule's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .lanes import Pending
+from .lanes import Pending, Transfer
 from .mesh import Lanes, Layout
 from .storage import ALIGN_BYTES, DedicatedParam, Piece, placeholder, round_up
 from .tensor_parallel import local_part, local_shape
@@ -68,6 +68,30 @@ class OwnedPack:
 
     def _local_shape(self, piece: Piece, column: int) -> tuple[int, ...]:
         return local_shape(piece.shape, piece.dp.tp_dim, column, self.layout.shape[2])
+
+    def _cells_of(self, column: int) -> list[_Cell]:
+        """The cells whose source is this rank's shard and whose owner is in this replica and in ``column``."""
+        owner = (*self.layout.coordinate[:2], column)
+        return [cell for cell in self._own_cells if cell.place == owner]
+
+    def transfers(self, lanes: Lanes) -> Iterator[Transfer]:
+        """What this rank launches to unshard once, to reduce once through all stages, and to publish once."""
+        itemsize = self._grad_dtype.itemsize
+        for lane, segments, width in (
+            (lanes.unshard, self._weight_segments, 1),
+            (lanes.publish_replicate, self._publish_segments(), 1),
+            (lanes.reduce, self._grad_segments, itemsize),
+            (lanes.reduce_replicate, self._replicate_segments(), itemsize),
+        ):
+            if lane is not None and lane.size > 1:
+                yield from (lane.plan((end - begin) * width) for (begin, end), _ in segments if end > begin)
+        columns, column = range(self.layout.shape[2]), self.layout.coordinate[2]
+        if lanes.publish_tp is not None:
+            mine = self._cells_of(column)
+            yield lanes.publish_tp.plan_exchange([self._column_layout(mine, target)[1] for target in columns])
+        if lanes.reduce_tp is not None and self.trainable:
+            sizes = [sum(cell.grads[1] - cell.grads[0] for cell in self._cells_of(target)) for target in columns]
+            yield lanes.reduce_tp.plan_exchange([size * itemsize for size in sizes])
 
     # ---------------------------------------------------------------- weights
 
@@ -142,7 +166,6 @@ class OwnedPack:
     def publish(self, lanes: Lanes) -> None:
         """Collective with more than one stage. Bring the source weights of every replica and column up to date with
         the owners' masters, asynchronously; ``launch_unshard`` waits for it."""
-        replicate, _, column = self.layout.coordinate
         self._publishing.wait()
         with lanes.side_stream("publish"):
             if lanes.publish_tp is None:
@@ -151,44 +174,47 @@ class OwnedPack:
                     if source.data_ptr() != piece.master.data_ptr():
                         source.copy_(piece.master)
             else:
-                self._publish_columns(lanes, [cell for cell in self._own_cells if cell.place[0] == replicate], column)
+                self._publish_columns(lanes)
             if lanes.publish_replicate is not None:
-                segments = _merge((self._source_range(cell), cell.place[0]) for cell in self._own_cells)
                 self._publishing = lanes.publish_replicate.broadcast(
-                    (self._source[begin:end], source) for (begin, end), source in segments if end > begin
+                    (self._source[begin:end], source)
+                    for (begin, end), source in self._publish_segments()
+                    if end > begin
                 )
+
+    def _publish_segments(self) -> list[tuple[tuple[int, int], int]]:
+        """Ranges of the source weights, each with the replica it comes from."""
+        return _merge((self._source_range(cell), cell.place[0]) for cell in self._own_cells)
 
     def _source_range(self, cell: _Cell) -> tuple[int, int]:
         begin = self._source_offset(cell.weights[0])
         return begin, begin + cell.weights[1] - cell.weights[0]
 
-    def _publish_columns(self, lanes: Lanes, cells: list[_Cell], column: int) -> None:
+    def _column_layout(self, cells: list[_Cell], column: int) -> tuple[dict[Piece, int], int]:
+        """Offsets and size of what the owner of ``cells`` sends to ``column``."""
+        offsets: dict[Piece, int] = {}
+        end = 0
+        for cell in cells:
+            end = self._place_weights(cell.pieces, column, round_up(end, ALIGN_BYTES), offsets)
+        return offsets, round_up(end, ALIGN_BYTES)
+
+    def _publish_columns(self, lanes: Lanes) -> None:
         """Owner -> its weight's shards on every tensor-parallel column of its replica."""
-        columns = self.layout.shape[2]
-        mine = [cell for cell in cells if cell.place[2] == column]
+        column, columns = self.layout.coordinate[2], self.layout.shape[2]
         parts, sent_sizes = [], []
         for target in range(columns):
-            offsets: dict[Piece, int] = {}
-            ends = 0
-            for cell in mine:
-                ends = self._place_weights(cell.pieces, target, round_up(ends, ALIGN_BYTES), offsets)
-            buffer = torch.empty(round_up(ends, ALIGN_BYTES), dtype=torch.uint8, device=self.device)
+            offsets, size = self._column_layout(self._cells_of(column), target)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             for piece, offset in offsets.items():
                 shard = local_part(piece.master, piece.dp.tp_dim, target, columns)
                 _typed(buffer, offset, piece.spec.param_dtype, shard.shape).copy_(shard)
             parts.append(buffer)
-            sent_sizes.append(buffer.numel())
-        layouts: list[dict[Piece, int]] = []
-        output_sizes = []
-        for owner in range(columns):
-            offsets, ends = {}, 0
-            for cell in cells:
-                if cell.place[2] == owner:
-                    ends = self._place_weights(cell.pieces, column, round_up(ends, ALIGN_BYTES), offsets)
-            layouts.append(offsets)
-            output_sizes.append(round_up(ends, ALIGN_BYTES))
+            sent_sizes.append(size)
+        layouts, output_sizes = zip(
+            *(self._column_layout(self._cells_of(owner), column) for owner in range(columns)), strict=True
+        )
         output = torch.empty(sum(output_sizes), dtype=torch.uint8, device=self.device)
-        lanes.publish_tp.exchange(output, output_sizes, torch.cat(parts), sent_sizes).wait()
+        lanes.publish_tp.exchange(output, list(output_sizes), torch.cat(parts), sent_sizes).wait()
         for part, offsets in zip(output.split(output_sizes), layouts, strict=True):
             for piece, offset in offsets.items():
                 view = self._source_view(piece)
@@ -346,32 +372,35 @@ class OwnedPack:
         """Collective. Sum the sources' gradients over replicas onto the owner's replica."""
         if lanes.reduce_replicate is None or self._source_grads is None:
             return Pending([])
-        spans = _merge((cell.grads, cell.place[0]) for cell in self._own_cells)
         return lanes.reduce_replicate.reduce(
-            (self._in_source((begin, end)), replica) for (begin, end), replica in spans if end > begin
+            (self._in_source((begin, end)), replica)
+            for (begin, end), replica in self._replicate_segments()
+            if end > begin
         )
+
+    def _replicate_segments(self) -> list[tuple[tuple[int, int], int]]:
+        """Ranges of the packed gradients that this rank is the source of, each with the replica it goes to."""
+        return _merge((cell.grads, cell.place[0]) for cell in self._own_cells)
 
     def finish_stages(self, lanes: Lanes, pending: Pending) -> None:
         """Collective with tensor parallelism. Wait for the replicate stage, gather the columns' shards on the owner
         and add the result to its gradient."""
         pending.wait()
-        replicate, _, column = self.layout.coordinate
-        cells = [cell for cell in self._own_cells if cell.place[0] == replicate]
         if lanes.reduce_tp is not None:
-            self._gather_columns(lanes, cells, column)
+            self._gather_columns(lanes)
         else:
-            for cell in cells:
+            for cell in self._cells_of(0):
                 self._deliver(cell, self._in_source(cell.grads).clone())
         self._source_grads = None
 
-    def _gather_columns(self, lanes: Lanes, cells: list[_Cell], column: int) -> None:
-        columns = self.layout.shape[2]
+    def _gather_columns(self, lanes: Lanes) -> None:
+        column, columns = self.layout.coordinate[2], self.layout.shape[2]
         sent, sent_sizes = [], []
         for target in range(columns):
-            parts = [self._in_source(cell.grads) for cell in cells if cell.place[2] == target]
+            parts = [self._in_source(cell.grads) for cell in self._cells_of(target)]
             sent += parts
             sent_sizes.append(sum(part.numel() for part in parts))
-        mine = [cell for cell in cells if cell.place[2] == column]
+        mine = self._cells_of(column)
         layouts, output_sizes = [], []
         for source in range(columns):
             offsets: dict[Piece, tuple[int, int]] = {}

@@ -8,11 +8,11 @@ gradient, so they stay equal to the last bit. Under tensor parallelism the rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from .lanes import Pending
+from .lanes import Pending, Transfer
 from .mesh import Lanes, Layout
 from .storage import ALIGN_BYTES, DedicatedParam, Piece, placeholder
 from .tensor_parallel import chunk_bounds
@@ -55,6 +55,16 @@ class RowPack:
         self._present = False
         self._travelling: torch.Tensor | None = None  # [block], after the shard stage
         self.free()
+
+    def transfers(self, lanes: Lanes) -> Iterator[Transfer]:
+        """As ``OwnedPack.transfers``."""
+        if lanes.unshard.size > 1:
+            yield lanes.unshard.plan(self.weight_bytes)
+        if self.trainable:
+            if lanes.reduce.size > 1:
+                yield lanes.reduce.plan(self.grad_bytes)
+            if lanes.reduce_replicate is not None:
+                yield lanes.reduce_replicate.plan(self.grad_bytes // self.layout.shape[1], passes=2)
 
     # ---------------------------------------------------------------- weights
 

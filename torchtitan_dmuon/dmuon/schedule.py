@@ -113,8 +113,16 @@ class UnitSchedule:
         for unit in self.units:
             unit.calls += unit.calls_in_pass if keep_last else 0
             unit.active_calls = unit.calls_in_pass = 0
-            if not keep_last or not (unit.pinned or unit is self.cyclic[-1]):
+            if not keep_last or not self._stays(unit):
                 self._release(unit)
+
+    def _stays(self, unit: Unit) -> bool:
+        """Backward needs its weights first, so they are not freed in between."""
+        return unit.pinned or unit is self.cyclic[-1]
+
+    def unshards_per_step(self, unit: Unit) -> int:
+        """How often one forward, one backward and one optimizer step fetch the weights of ``unit``."""
+        return 1 if self.keep_unsharded or self._stays(unit) else 2
 
     # ---------------------------------------------------------------- unshard order
 

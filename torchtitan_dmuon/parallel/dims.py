@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError
 from torchtitan_dmuon.config.job_config import Parallelism
 
@@ -15,29 +18,96 @@ class ParallelDims:
     """Degrees that multiply to the world size.
 
     Attributes:
-        dp_shard: ranks over which data is split and weights are sharded.
+        dp_replicate: replicas of the sharded model (HSDP).
+        dp_shard: ranks over which weights are sharded.
+        tp: ranks that split each layer.
     """
 
+    dp_replicate: int
     dp_shard: int
+    tp: int
 
     @classmethod
     def from_config(cls, config: Parallelism, world_size: int) -> ParallelDims:
         """Resolve -1. Raises ConfigError when the degrees do not multiply to ``world_size``."""
+        replicate, tp = config.data_parallel_replicate_degree, config.tensor_parallel_degree
         shard = config.data_parallel_shard_degree
-        shard = world_size if shard == -1 else shard
-        if shard != world_size:
+        if shard == -1:
+            shard = max(1, world_size // (replicate * tp))
+        if replicate * shard * tp != world_size:
             raise ConfigError(
-                "parallelism.data_parallel_shard_degree",
+                "parallelism",
                 None,
-                f"found {shard}, expected {world_size} (or -1): there are {world_size} ranks",
+                f"data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} x "
+                f"tensor_parallel_degree {tp} is {replicate * shard * tp}, but there are {world_size} ranks",
             )
-        return cls(dp_shard=shard)
+        return cls(replicate, shard, tp)
 
     @property
     def dp_size(self) -> int:
         """Ranks that read different data."""
-        return self.dp_shard
+        return self.dp_replicate * self.dp_shard
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Collective. The mesh, with dimension ``dp_shard``."""
-        return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=("dp_shard",))
+    def build(self, device: torch.device) -> Meshes:
+        """Collective. The meshes of the dimensions that exist."""
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        names = tuple(name for name, size in sizes.items() if size > 1 or name == "dp_shard")
+        grid = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        return Meshes(grid, device, *(grid[name] if name in names else None for name in sizes))
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """One mesh per dimension; ``None`` where a dimension does not exist.
+
+    Attributes:
+        grid: all dimensions.
+        device: of this rank.
+    """
+
+    grid: DeviceMesh
+    device: torch.device
+    dp_replicate: DeviceMesh | None
+    dp_shard: DeviceMesh
+    tp: DeviceMesh | None
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """What FSDP2 shards (and replicates) over."""
+        return self.grid["dp_replicate", "dp_shard"] if self.dp_replicate is not None else self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        """Place among the ranks that read different data."""
+        replica = self.dp_replicate.get_local_rank() if self.dp_replicate is not None else 0
+        return replica * self.dp_shard.size() + self.dp_shard.get_local_rank()
+
+    @property
+    def dp_lanes(self) -> list[dmuon.Lane]:
+        """All-reduces on these, one after the other, cover the ranks that read different data."""
+        parts = {"dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}
+        return [dmuon.Lane(name, part.get_group(), self.device) for name, part in parts.items() if part is not None]
+
+    @property
+    def lanes(self) -> list[dmuon.Lane]:
+        """As ``dp_lanes``, for all ranks."""
+        tp = [] if self.tp is None else [dmuon.Lane("tp", self.tp.get_group(), self.device)]
+        return [*self.dp_lanes, *tp]
+
+
+def all_reduce(lanes: list[dmuon.Lane], tensor: torch.Tensor) -> torch.Tensor:
+    """Collective. Sum ``tensor`` in place over the ranks that ``lanes`` span together."""
+    for lane in lanes:
+        lane.all_reduce(tensor)
+    return tensor
+
+
+def check_tensor_parallel(tp: int, sizes: dict[str, int]) -> None:
+    """Raises ConfigError when ``tp`` does not divide one of the named ``sizes``."""
+    for name, size in sizes.items():
+        if size % tp:
+            common = math.gcd(tp, size)
+            raise ConfigError(
+                "parallelism.tensor_parallel_degree", None, f"found {tp}, which does not divide {name} = {size} "
+                f"(the largest divisor they share is {common})",
+            )  # fmt: skip

@@ -8,18 +8,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
+from models import ModelSpec
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
 from torchtitan_dmuon.config.job_config import Compile, DMuon, Parallelism, Training
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_dmuon.parallel.dims import Meshes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, config: JobConfig) -> nn.Module:
-    """Prepare ``model`` (on meta, with its blocks in ``model.layers``) for training on ``mesh``. Collective.
+def parallelize(model: nn.Module, meshes: Meshes, spec: ModelSpec, config: JobConfig) -> nn.Module:
+    """Prepare ``model`` (on meta, with its blocks in ``model.layers``) for training. Collective.
 
     Afterwards the parameters are allocated by :func:`torchtitan_dmuon.dmuon.materialize`.
 
@@ -28,17 +31,39 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: JobConfig) -> nn.Mod
     """
     uses_dmuon = config.optimizer.name == "DMuon"
     plan = plan_dedication(model, config.dmuon) if uses_dmuon else {}
+    if meshes.tp is not None:
+        apply_tensor_parallelism(model, meshes.tp, spec, loss_parallel=uses_loss_parallel(config))
     apply_activation_checkpointing(model.layers, config.activation_checkpoint)
     apply_compile(model.layers, config.compile)
     if uses_dmuon:
-        apply_dedication(model, mesh, plan, config)
-    apply_fsdp(model, mesh, config.parallelism, config.training, dmuon.ignored_params(model) if uses_dmuon else set())
+        apply_dedication(model, meshes, plan, config)
+    if not (uses_dmuon and config.dmuon.others == "dedicated"):
+        ignored = dmuon.ignored_params(model) if uses_dmuon else set()
+        apply_fsdp(model, meshes.fsdp, config.parallelism, config.training, ignored)
     return model
+
+
+def uses_loss_parallel(config: JobConfig) -> bool:
+    """Whether the logits stay split along the vocabulary."""
+    return config.parallelism.tensor_parallel_degree > 1 and not config.parallelism.disable_loss_parallel
+
+
+def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, spec: ModelSpec, loss_parallel: bool) -> None:
+    """Split every layer over ``mesh``, with sequence parallelism between them."""
+    outside, block_plan = spec.tensor_parallel_plan(loss_parallel)
+    parallelize_module(model, mesh, outside)
+    for block in model.layers:
+        parallelize_module(block, mesh, block_plan)
+    model.tie_weights()  # embedding and head were distributed one by one
+    logger.info(
+        "Applied tensor parallelism over %d ranks, with sequence%s parallelism",
+        *(mesh.size(), " and loss" if loss_parallel else ""),
+    )
 
 
 def plan_dedication(model: nn.Module, config: DMuon) -> dict[str, dmuon.Decision]:
     """Decision and reason for every parameter, made on the plain model."""
-    decisions = dmuon.classify(model)
+    decisions = dmuon.classify(model, config.min_matrix_dim)
     for key, patterns in (("include", config.include), ("exclude", config.exclude)):
         for pattern in patterns:
             hits = fnmatch.filter(decisions, pattern)
@@ -58,12 +83,23 @@ def apply_compile(blocks: nn.ModuleList, config: Compile) -> None:
     logger.info("Compiled each block with torch.compile (%s)", config.backend)
 
 
-def apply_dedication(model: nn.Module, mesh: DeviceMesh, plan: dict[str, dmuon.Decision], config: JobConfig) -> None:
-    """Give every planned matrix its owner. Before FSDP2, which then manages only the rest."""
+def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Decision], config: JobConfig) -> None:
+    """Give every planned matrix its owner. Before FSDP2, which then manages only the rest (if there is any)."""
+    everything = config.dmuon.others == "dedicated"
+    shared = {name for name in plan if name.startswith(("tok_embeddings.", "output."))}
+
+    def route(name: str, param: nn.Parameter) -> str:
+        if plan[name].muon:
+            return "muon"
+        return "sharded_adamw" if name in shared else "adamw"
+
     assignment = dmuon.dedicate_params(
         model,
-        mesh,
-        predicate=lambda name, param: plan[name].muon,
+        meshes.dp_shard,
+        predicate=lambda name, param: everything or plan[name].muon,
+        replicate_mesh=meshes.dp_replicate,
+        tp_mesh=meshes.tp,
+        route_hint_fn=route,
         reasons={name: decision.reason for name, decision in plan.items()},
         param_policy={
             "defaults": {
@@ -75,13 +111,14 @@ def apply_dedication(model: nn.Module, mesh: DeviceMesh, plan: dict[str, dmuon.D
         mode=config.dmuon.mode,
         prefetch=config.dmuon.prefetch,
         process_group_policy=config.dmuon.process_group_policy,
+        replicate_async=config.dmuon.replicate_async,
     )
     # The trainer divides the loss by the global number of valid tokens: gradients are sums.
     dmuon.set_gradient_divide_factor(model, 1.0)
     logger.info(
-        "Dedicated %d matrices to %d owners (%s, %s groups), owner load max/mean %.3f",
-        *(len(assignment.owner), mesh.size(), config.dmuon.mode.upper(), config.dmuon.process_group_policy),
-        1 + assignment.imbalance,
+        "Dedicated %d parameters to %d owners (%s, %s groups), owner load max/mean %.3f",
+        *(len(dmuon.get_dedicated_params(model)), meshes.grid.size(), config.dmuon.mode.upper()),
+        *(config.dmuon.process_group_policy, 1 + assignment.imbalance),
     )
 
 

@@ -1,0 +1,243 @@
+"""HuggingFace models as they are: the guide's recipe on small random ones equals one process.
+
+The oracle orthogonalises every matrix by itself: each expert of a stack, and GPT-2's ``Conv1D`` weights as they are
+stored, [in, out]. The guide's wrapping order is kept: dedicate, ``fully_shard`` on each layer, then on the root.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import dmuon
+from tests.dmuon.harness import assert_same, full_weights, unique_names, weights_of
+from tests.oracle import orthogonalize
+from tests.pool import distributed
+
+pytest.importorskip("transformers", reason="these tests build models of transformers")
+
+VOCAB, STEPS, SIZE, LENGTH = 61, 5, 3, 11
+IGNORED = -100
+
+# With eps at 1e-8 AdamW turns the rounding noise of a gradient that is mathematically zero (a key's bias) into a full
+# step; hyperparameters are otherwise big enough to show.
+HYPER = {"lr": 0.02, "weight_decay": 0.1, "adamw_lr": 1e-2, "adamw_weight_decay": 0.1, "adamw_eps": 1e-4}
+
+SHARED = {"vocab_size": VOCAB, "initializer_range": 0.1, "use_cache": False}
+ROTARY = {
+    **SHARED,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+# name -> (configuration, model class, arguments, attention, path of the blocks)
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", ROTARY, "sdpa", "model.layers"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**ROTARY, "tie_word_embeddings": True}, "sdpa", "model.layers"),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**ROTARY, "num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True},
+        "eager",
+        "model.layers",
+    ),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {**SHARED, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "eager",
+        "transformer.h",
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**ROTARY, "query_pre_attn_scalar": 8, "sliding_window": 4, "tie_word_embeddings": True},
+        "eager",
+        "model.layers",
+    ),
+}
+
+
+def make(family):
+    """The same random model on every process."""
+    import transformers
+
+    config_class, model_class, arguments, attention, _ = FAMILIES[family]
+    config = getattr(transformers, config_class)(**arguments, attn_implementation=attention)
+    torch.manual_seed(7)
+    # eager experts: the others need kernels or sizes that a CPU test does not have
+    options = {"experts_implementation": "eager"} if family == "qwen3_moe" else {}
+    model = getattr(transformers, model_class)._from_config(config, **options)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 1:
+                param.add_(0.1 * torch.randn(param.shape))
+            elif not param.any():
+                param.normal_(std=0.1)
+    return model.train()
+
+
+def selection(model):
+    """The default classifier's, sizes aside, and stacks of experts."""
+    names = {name for name, decision in dmuon.classify(model, min_matrix_dim=8).items() if decision.muon}
+    return names | {n for n, _ in model.named_parameters() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+
+
+def tokens_of(step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(VOCAB, (SIZE, LENGTH), generator=generator)
+
+
+def ragged_labels(step, rank):
+    """Labels of which every rank and step has another number of valid ones; some rows have none."""
+    labels = tokens_of(step, rank).clone()
+    generator = torch.Generator().manual_seed(77 * step + rank)
+    keep = torch.randint(1, LENGTH, (SIZE,), generator=generator) // (1 + rank)
+    labels[torch.arange(LENGTH)[None] > keep[:, None]] = IGNORED
+    return labels
+
+
+def dedicate(family, world, mode="z3", **kwargs):
+    model = make(family)
+    names = selection(model)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=unique_names("dp"))
+    dmuon.dedicate_params(model, mesh, predicate=lambda n, p: n in names, mode=mode, **kwargs)
+    for layer in model.get_submodule(FAMILIES[family][4]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, dmuon.Muon(model, **HYPER)
+
+
+class Oracle:
+    """Muon on every 2-D slice of what is selected, AdamW on the rest."""
+
+    def __init__(self, model):
+        self.model = model
+        names = selection(model)
+        named = dict(model.named_parameters())
+        self.matrices = {name: named[name] for name in names}
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
+        self.adamw = torch.optim.AdamW(
+            [p for name, p in named.items() if name not in names],
+            lr=HYPER["adamw_lr"],
+            weight_decay=HYPER["adamw_weight_decay"],
+            eps=HYPER["adamw_eps"],
+        )
+
+    @torch.no_grad()
+    def step(self):
+        for name, p in self.matrices.items():
+            self.momentum[name].mul_(0.95).add_(p.grad)
+            p.mul_(1 - HYPER["lr"] * HYPER["weight_decay"])
+            stacks = [x if p.ndim == 3 else x[None] for x in (p, p.grad, self.momentum[name])]
+            for weight, grad, momentum in zip(*stacks, strict=True):
+                update = orthogonalize(grad + 0.95 * momentum)
+                weight.sub_((HYPER["lr"] * 0.2 * math.sqrt(max(weight.shape)) * update).float())
+        self.adamw.step()
+        self.model.zero_grad()
+
+
+def check_selection(family, model):
+    """What the classifier takes is what each architecture calls its matrices, and nothing else."""
+    expected = {
+        "llama": 2 * 7,
+        "qwen3": 2 * 7,
+        "qwen3_moe": 2 * (4 + 2),
+        "gpt2": 2 * 4,
+        "gemma2": 2 * 7,
+    }[family]
+    selected = [dp.fqn for dp in dmuon.get_dedicated_params(model)]
+    assert len(selected) == expected, selected
+    assert not [name for name in selected if any(word in name for word in ("embed", "lm_head", "wte", "wpe", "gate.w"))]
+    if family == "gpt2":
+        shapes = {dp.fqn.split(".", 3)[3]: dp.shape for dp in dmuon.get_dedicated_params(model)}
+        assert shapes["attn.c_attn.weight"] == (24, 72)  # [in, out]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@distributed(world=2, timeout=120)
+def test_five_steps_by_the_guide_equal_one_process(rank, world, family):
+    """The guide's loop: the model's own loss, averaged over ranks with equally many tokens."""
+    model, optimizer = dedicate(family, world)
+    check_selection(family, model)
+    oracle = make(family)
+    oracle_optimizer = Oracle(oracle)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens = tokens_of(step, rank)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        for other in range(world):
+            tokens = tokens_of(step, other)
+            expected = oracle(input_ids=tokens, labels=tokens).loss
+            (expected / world).backward()
+            if other == rank:
+                torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+        oracle_optimizer.step()
+    actual, expected = full_weights(model), weights_of(oracle)
+    assert_same(actual, expected)
+    start = weights_of(make(family))
+    for name, weight in expected.items():
+        assert not torch.allclose(weight, start[name], atol=1e-4), f"{name} has not moved: the test shows nothing"
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=2, timeout=120)
+def test_ragged_labels_with_a_global_count(rank, world, mode):
+    """Sum of losses over the global number of valid tokens, gradient division off everywhere: how many of them a rank
+    has does not matter."""
+    model, optimizer = dedicate("llama", world, mode=mode)
+    dmuon.set_gradient_divide_factor(model, 1.0)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def sum_of_losses(model, tokens, labels):
+        logits = model(input_ids=tokens).logits[:, :-1]
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    oracle = make("llama")
+    oracle_optimizer = Oracle(oracle)
+    for step in range(STEPS):
+        labels = [ragged_labels(step, r) for r in range(world)]
+        counts = [(each[:, 1:] != IGNORED).sum() for each in labels]
+        assert counts[0] != counts[1]
+        (sum_of_losses(model, tokens_of(step, rank), labels[rank]) / sum(counts)).backward()
+        optimizer.step()
+        tokens = torch.cat([tokens_of(step, r) for r in range(world)])
+        (sum_of_losses(oracle, tokens, torch.cat(labels)) / sum(counts)).backward()
+        oracle_optimizer.step()
+    assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2, timeout=120)
+def test_gradient_checkpointing_and_evaluation_of_a_model_with_experts(rank, world):
+    """transformers' own checkpointing of the layers, and generation-like forwards between steps, change nothing."""
+    results = []
+    for extra in (False, True):
+        model, optimizer = dedicate("qwen3_moe", world)
+        if extra:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for step in range(2):
+            tokens = tokens_of(step, rank)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            if extra:
+                model.eval()
+                with torch.no_grad():
+                    assert model(input_ids=tokens_of(50, rank)).logits.isfinite().all()
+                model.train()
+        results.append(full_weights(model))
+    assert_same(results[1], results[0], atol=0, rtol=0)

@@ -1,0 +1,228 @@
+"""Random programs: whatever mesh, routes, mode and training loop are drawn, the result is that of one process.
+
+The seeds are fixed, so a failure is repeated by its seed; the draw is part of the message. To look further, run
+``check(rank, world, draw_of(seed))`` with other seeds.
+"""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import dmuon
+from tests.dmuon.harness import assert_same, build, data_rank, full_weights, weights_of
+from tests.dmuon.test_meshes import TYPE_SPLIT
+from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
+from tests.pool import distributed
+
+STEPS = 3
+MESHES = [(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
+SEEDS = list(range(12))
+# How the micro-batches before the last one of a step are accumulated.
+WAYS = ["reduce", "no_sync", "no all-reduce", "mixed"]
+
+NOTHING = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One random program. ``skips`` maps (step, micro-batch) to the layers that every rank leaves out, ``alone`` to
+    those that one data rank leaves out besides; ``evaluations`` come after the backward of a (step, micro-batch)."""
+
+    seed: int
+    mesh: tuple
+    everything: bool  # all parameters dedicated, type-split; else matrices, and FSDP2 for the others
+    mode: str
+    prefetch: int
+    replicate_async: bool
+    dim: int
+    hidden: int
+    layers: int
+    accumulation: int
+    ways: tuple  # one for each micro-batch but the last
+    checkpointed: frozenset
+    skips: dict
+    alone: dict
+    evaluations: frozenset
+    max_norm: float | None
+    hyper: dict
+
+    @property
+    def data_ranks(self):
+        return self.mesh[0] * self.mesh[1]
+
+    def skipped(self, step, micro, on):
+        lonely, layers = self.alone.get((step, micro), (None, NOTHING))
+        return self.skips.get((step, micro), NOTHING) | (layers if on == lonely else NOTHING)
+
+
+def draw_of(seed):
+    source = random.Random(seed)
+    mesh = source.choice(MESHES)
+    everything = source.random() < 0.5
+    layers = source.randint(2, 4)
+    accumulation = source.randint(1, 3)
+    way = source.choice(WAYS)
+    ways = tuple(source.choice(WAYS[:3]) if way == "mixed" else way for _ in range(accumulation - 1))
+
+    def subset(chance):
+        return frozenset(index for index in range(layers) if source.random() < chance)
+
+    times = [(step, micro) for step in range(STEPS) for micro in range(accumulation)]
+    if everything:
+        skips = {time: subset(0.4) for time in times if source.random() < 0.4}
+        alone = {time: (source.randrange(mesh[0] * mesh[1]), subset(0.5)) for time in times if source.random() < 0.4}
+    else:  # FSDP2 loses what it has reduced without all-reducing it when the layer is not used in the last micro-batch
+        by_step = {step: subset(0.4) for step in range(STEPS) if source.random() < 0.5}
+        skips, alone = {(step, micro): by_step[step] for step, micro in times if step in by_step}, {}
+    return Draw(
+        seed=seed,
+        mesh=mesh,
+        everything=everything,
+        mode=source.choice(["z2", "z3"]),
+        prefetch=source.randint(0, 2),
+        replicate_async=source.random() < 0.7,
+        dim=source.randint(18, 26),
+        hidden=source.randint(30, 41),
+        layers=layers,
+        accumulation=accumulation,
+        ways=ways,
+        checkpointed=subset(0.5),
+        skips={time: found for time, found in skips.items() if found},
+        alone={time: found for time, found in alone.items() if found[1]},
+        evaluations=frozenset(time for time in times if source.random() < 0.3),
+        max_norm=source.choice([None, 0.3, 100.0]),
+        hyper={
+            "lr": source.choice([0.01, 0.02]),
+            "nesterov": source.random() < 0.7,
+            "weight_decay": source.choice([0.0, 0.1]),
+            "adamw_weight_decay": source.choice([0.0, 0.2]),
+        },
+    )
+
+
+class Drawn(ToyModel):
+    """``skip`` and ``checkpointed`` hold the layers that the next forward leaves out and recomputes."""
+
+    skip = checkpointed = NOTHING
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            if index in self.checkpointed and torch.is_grad_enabled():
+                x = x if index in self.skip else checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = x if index in self.skip else layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def make(draw):
+    return Drawn(draw.layers, draw.dim, draw.hidden)
+
+
+def loss_at(model, draw, step, micro, on):
+    model.skip = draw.skipped(step, micro, on)
+    tokens, labels = batch(step * draw.accumulation + micro, on)
+    return loss_of(model(tokens), labels) / draw.accumulation
+
+
+def backward(model, loss, way):
+    if way == "no_sync":
+        with dmuon.no_sync(model):
+            loss.backward()
+    else:
+        dmuon.set_requires_all_reduce(model, way != "no all-reduce")
+        loss.backward()
+
+
+def counted(optimizer):
+    """A list that gets the number of matrices of every Newton-Schulz of this rank."""
+    numbers, orthogonalize = [], optimizer.newton_schulz
+
+    def counting(stack):
+        numbers.append(stack.shape[0])
+        return orthogonalize(stack)
+
+    optimizer.newton_schulz = counting
+    return numbers
+
+
+def assert_each_matrix_once(model, numbers, layers):
+    """This step's Newton-Schulz has seen every matrix once in the world: each rank as many as it owns, and the owned
+    ones are all there are."""
+    own = [piece.fqn for piece in dmuon.get_owned_params(model) if piece.spec.route == "muon"]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (own, sum(numbers)))
+    for names, count in everyone:
+        assert count == len(names), f"{count} orthogonalised by the owner of {names}"
+    names = [name for names, _ in everyone for name in names]
+    assert len(names) == len(set(names)) == 3 * layers
+    numbers.clear()
+
+
+def train_drawn(draw, rank, world):
+    """(weights, gradient norms) of the distributed run."""
+    policy = {"predicate": lambda n, p: True, "param_policy": TYPE_SPLIT} if draw.everything else {}
+    model, optimizer = build(
+        world,
+        make(draw),
+        mesh=draw.mesh,
+        shard=not draw.everything,
+        muon=draw.hyper,
+        mode=draw.mode,
+        prefetch=draw.prefetch,
+        replicate_async=draw.replicate_async,
+        **policy,
+    )
+    model.checkpointed = draw.checkpointed
+    numbers, norms, mine = counted(optimizer), [], data_rank(rank, draw.mesh)
+    for step in range(STEPS):
+        for micro in range(draw.accumulation):
+            loss = loss_at(model, draw, step, micro, mine)
+            backward(model, loss, (*draw.ways, "reduce")[micro])
+            if (step, micro) in draw.evaluations:
+                with torch.no_grad():
+                    model(batch(500 + step, rank)[0])
+        if draw.max_norm is not None:
+            norms.append(dmuon.clip_total_grad_norm_(optimizer, draw.max_norm))
+        optimizer.step()
+        assert_each_matrix_once(model, numbers, draw.layers)
+    return full_weights(model), norms
+
+
+def train_alone(draw):
+    """The same by plain PyTorch."""
+    model = make(draw)
+    optimizer, norms = OracleMuon(model, is_proj, **draw.hyper), []
+    for step in range(STEPS):
+        for micro in range(draw.accumulation):
+            for on in range(draw.data_ranks):
+                (loss_at(model, draw, step, micro, on) / draw.data_ranks).backward()
+        if draw.max_norm is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), draw.max_norm))
+        optimizer.step()
+    return weights_of(model), norms
+
+
+def check(rank, world, draw):
+    try:
+        actual, actual_norms = train_drawn(draw, rank, world)
+        expected, expected_norms = train_alone(draw)
+        torch.testing.assert_close(actual_norms, expected_norms, rtol=1e-5, atol=1e-6)
+        assert_same(actual, expected)
+    except Exception as error:
+        raise AssertionError(f"{draw}") from error
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@distributed(world=4, timeout=60)
+def test_a_random_program_equals_one_process(rank, world, seed):
+    check(rank, world, draw_of(seed))
+
+
+def test_the_seeds_cover_what_can_be_drawn():
+    draws = [draw_of(seed) for seed in SEEDS]
+    assert {(draw.mesh, draw.everything) for draw in draws} >= {(mesh, True) for mesh in MESHES}
