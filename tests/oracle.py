@@ -89,13 +89,14 @@ class ToyModel(nn.Module):
         self.lm_head = nn.Linear(dim, vocab, bias=False)
         if tie:
             self.lm_head.weight = self.embed.weight
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         with torch.no_grad():
             for name, p in self.named_parameters():
+                drawn = torch.randn(p.shape, generator=generator, device="cpu")
                 if p.ndim > 1:
-                    p.copy_(torch.randn(p.shape, generator=generator) / math.sqrt(p.shape[1]))
+                    p.copy_(drawn / math.sqrt(p.shape[1]))
                 elif "norm" not in name:
-                    p.copy_(0.1 * torch.randn(p.shape, generator=generator))
+                    p.copy_(0.1 * drawn)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -110,8 +111,8 @@ def is_proj(name, p):
 
 def batch(step: int, rank: int, size: int = 4, length: int = 7, vocab: int = 29):
     """(tokens, labels) of one rank at one step: different on every rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(vocab, (size, length + 1), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    tokens = torch.randint(vocab, (size, length + 1), generator=generator, device="cpu").to(torch.get_default_device())
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -32,6 +32,9 @@ def _worker(rank: int, world: int, pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # scripts/gpu_check.sh: the same tests with every rank on one GPU, gloo carrying CUDA tensors.
+    if "DMUON_TEST_DEVICE" in os.environ:
+        torch.set_default_device(os.environ["DMUON_TEST_DEVICE"])
     while (job := pipe.recv()) is not None:
         module, name, kwargs, store, timeout = job
         function = vars(importlib.import_module(module))[name]

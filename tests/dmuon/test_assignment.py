@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from tests.dmuon.harness import flat_mesh
 from tests.oracle import ToyModel, is_proj
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.assignment import MatrixCost, assign
@@ -215,7 +215,7 @@ def test_dedication_gives_the_same_assignment_on_every_process(rank, world):
     model = ToyModel(layers=5)
     selected = [name for name, param in model.named_parameters() if is_proj(name, param)]
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    assignment = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), predicate=is_proj)
+    assignment = dmuon.dedicate_params(model, flat_mesh(world), predicate=is_proj)
     everywhere = [None] * world
     dist.all_gather_object(everywhere, assignment)
     assert everywhere[0] == everywhere[1] == assignment

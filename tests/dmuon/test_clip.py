@@ -10,7 +10,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, data_rank, full_gradients, full_tensor, full_weights, weights_of
+from tests.dmuon.harness import (
+    assert_same,
+    build,
+    data_rank,
+    flat_mesh,
+    full_gradients,
+    full_tensor,
+    full_weights,
+    weights_of,
+)
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.clip import clip_gradients_, combine_norms, local_norms
@@ -219,7 +228,7 @@ def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
 
 @distributed(world=2)
 def test_a_partial_gradient_is_refused(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     partial = torch.distributed.tensor.DTensor.from_local(torch.ones(3), mesh, [Partial()])
     with pytest.raises(ValueError, match="partial gradient"):
         local_norms([partial], 2.0, 1)
@@ -229,7 +238,7 @@ def test_a_partial_gradient_is_refused(rank, world):
 def test_a_plain_parameter_counts_once(rank, world):
     """Neither dedicated nor sharded, alike on every rank, averaged by the user (pytorch 180346)."""
     model, _ = build(world, shard=False, optimizer=False)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.norm.weight} | dmuon.ignored_params(model))

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard  # imported before anything is dedicated, as users do
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
+from tests.dmuon.harness import assert_same, build, flat_mesh, full_weights, train, weights_of
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.fsdp2 import (
@@ -57,7 +57,7 @@ def managed_by_fsdp(model):
 
 @distributed(world=2)
 def test_plain_fully_shard_skips_dedicated_parameters(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     expected = {name for name, param in ToyModel().named_parameters() if not is_proj(name, param)}
     with plain_torch():
         untouched = [holder._get_managed_states for holder in HOLDERS]
@@ -79,7 +79,7 @@ def test_plain_fully_shard_skips_dedicated_parameters(rank, world):
 def test_without_the_patch_fully_shard_takes_dedicated_parameters(rank, world):
     """It stumbles over their placeholders. When torch skips them by itself, the patch can go."""
     model = ToyModel()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     dmuon.dedicate_params(model, mesh, predicate=is_proj)
     with plain_torch(), pytest.raises(NotImplementedError):
         shard(model, mesh)
@@ -92,14 +92,14 @@ def test_the_patch_is_installed_once(rank, world):
         teach_fully_shard_to_skip_dedicated()
         once = [holder._get_managed_states for holder in HOLDERS]
         teach_fully_shard_to_skip_dedicated()
-        dmuon.dedicate_params(ToyModel(), init_device_mesh("cpu", (world,)), predicate=is_proj)
+        dmuon.dedicate_params(ToyModel(), flat_mesh(world), predicate=is_proj)
         assert all(holder._get_managed_states is function for holder, function in zip(HOLDERS, once, strict=True))
         assert [function.__wrapped__ for function in once] == untouched
 
 
 @distributed(world=2)
 def test_models_without_dedicated_parameters_are_left_alone(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     results = []
     for patched in (False, True):
         with plain_torch():
@@ -122,7 +122,7 @@ def test_models_without_dedicated_parameters_are_left_alone(rank, world):
 
 @distributed(world=2)
 def test_agrees_with_the_public_ignored_params(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     results, managed = [], []
     for public in (False, True):
         model = ToyModel()
@@ -144,7 +144,7 @@ def test_agrees_with_the_public_ignored_params(rank, world):
 
 @distributed(world=2)
 def test_a_users_ignored_params_add_up_with_the_dedicated_ones(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
     model = ToyModel()
     dmuon.dedicate_params(model, mesh, predicate=is_proj)
     mine = {model.norm.weight}

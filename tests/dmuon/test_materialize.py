@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_weights, train
+from tests.dmuon.harness import DEVICE, assert_same, build, flat_mesh, full_weights, train
 from tests.oracle import ToyModel, is_proj
 from tests.pool import distributed
 
@@ -83,11 +82,11 @@ def test_undedicated_models(rank, world):
     expected = {name: param.detach() for name, param in eager(tie=True).named_parameters()}
     with torch.device("meta"):
         plain, sharded = ToyModel(tie=True), ToyModel(tie=True)
-    dmuon.materialize(plain, init, torch.device("cpu"))
+    dmuon.materialize(plain, init, torch.device(DEVICE))
     assert plain.lm_head.weight is plain.embed.weight
     assert_same({n: p.detach() for n, p in plain.named_parameters()}, expected, atol=0, rtol=0)
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (world,)))
-    dmuon.materialize(sharded, init, torch.device("cpu"))
+    fully_shard(sharded, mesh=flat_mesh(world))
+    dmuon.materialize(sharded, init, torch.device(DEVICE))
     assert_same({n: p.detach().full_tensor() for n, p in sharded.named_parameters()}, expected, atol=0, rtol=0)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import dmuon
 from tests.dmuon.harness import (
+    DEVICE,
     assert_same,
     build,
     data_rank,
@@ -274,11 +275,11 @@ class ExpertModel(ToyModel):
     def __init__(self, seed=0):
         super().__init__(layers=0)
         self.layers = nn.ModuleList(self.Block(20, 12) for _ in range(2))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         with torch.no_grad():
             for _, p in sorted(self.named_parameters()):
                 if p.ndim > 1:
-                    p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+                    p.copy_(0.3 * torch.randn(p.shape, generator=generator, device="cpu"))
 
 
 class ExpertOracle:
@@ -338,9 +339,9 @@ def test_the_trainers_collectives_in_between(rank, world, policy):
         os.environ["DMUON_ISOLATED_PG_BARRIER"] = fence
         try:
             model, optimizer = build(world, mesh=(2, 2, 1), process_group_policy=policy)
-            draw = torch.Generator().manual_seed(5)
+            draw = torch.Generator("cpu").manual_seed(5)
             for step in range(40):
-                for _ in range(int(torch.randint(3, (), generator=draw))):
+                for _ in range(int(torch.randint(3, (), generator=draw, device="cpu"))):
                     dist.all_reduce(torch.ones(5))
                 train(model, optimizer, 1, rank, start=step)
             results.append(full_weights(model))
@@ -358,7 +359,7 @@ def test_meshes_that_do_not_fit_are_refused(rank, world):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     dp, tp = unique_names("dp", "tp")
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=(dp, tp))
+    grid = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=(dp, tp))
     with pytest.raises(ValueError, match="mesh must be 1-D"):
         dmuon.dedicate_params(ToyModel(), grid, predicate=is_proj)
     with pytest.raises(ValueError, match="overlap"):

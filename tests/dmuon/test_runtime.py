@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
+from tests.dmuon.harness import DEVICE, assert_same, build, flat_mesh, full_weights, train, weights_of
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 
@@ -24,7 +24,7 @@ def test_the_guides_first_five_steps(rank, world):
     logging.getLogger("torchtitan_dmuon.dmuon.runtime").addHandler(handler)
     logging.getLogger("torchtitan_dmuon.dmuon.runtime").setLevel(logging.INFO)
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     model = ToyModel()
     assignment = dmuon.dedicate_params(model, mesh, predicate=lambda n, p: "proj" in n and p.ndim == 2)
     assert records[0].startswith("dedicate_params: 9 params assigned to 4 ranks, imbalance=")
@@ -144,7 +144,7 @@ def test_frozen_parameters(rank, world):
 
 @distributed(world=2)
 def test_wrong_order_and_wrong_selections_raise_on_every_rank(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = flat_mesh(world)
 
     sharded = ToyModel()
     fully_shard(sharded, mesh=mesh)
@@ -178,7 +178,7 @@ def test_wrong_order_and_wrong_selections_raise_on_every_rank(rank, world):
         with pytest.raises(ValueError, match=message):
             dmuon.dedicate_params(fresh, mesh, **arguments)
     with pytest.raises(ValueError, match="mesh must be 1-D"):
-        dmuon.dedicate_params(fresh, init_device_mesh("cpu", (1, world)), predicate=is_proj)
+        dmuon.dedicate_params(fresh, init_device_mesh(DEVICE, (1, world)), predicate=is_proj)
     # None of the refusals has touched the model.
     assert not any(p.isnan().any() for p in fresh.parameters())
     dmuon.dedicate_params(fresh, mesh, predicate=is_proj)

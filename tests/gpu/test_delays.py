@@ -1,0 +1,42 @@
+"""Random host delays on one rank change nothing: no buffer is read early or reused too soon."""
+
+import time
+
+import pytest
+import torch
+
+from tests.dmuon.harness import assert_same, build, data_rank, full_weights
+from tests.oracle import ToyModel, batch, loss_of
+from tests.pool import distributed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def train_with_delays(rank, world, mesh, mode, delays, steps=12):
+    model, optimizer = build(world, ToyModel(layers=4, dim=96, hidden=160), mesh=mesh, mode=mode)
+    draw = torch.Generator("cpu").manual_seed(17)
+
+    def maybe_sleep(*_):
+        if delays and rank == 1:
+            time.sleep(0.02 * torch.rand((), generator=draw, device="cpu").item())
+
+    for layer in model.layers:
+        layer.norm.register_forward_hook(maybe_sleep)
+        layer.up_proj.register_full_backward_hook(maybe_sleep)
+    for step in range(steps):
+        tokens, labels = batch(step, data_rank(rank, mesh))
+        loss_of(model(tokens), labels).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=4, timeout=180)
+def test_delays_on_four_ranks(rank, world, mode):
+    for mesh in ((1, 4, 1), (2, 2, 1), (1, 2, 2)):
+        expected = train_with_delays(rank, world, mesh, mode, delays=False)
+        actual = train_with_delays(rank, world, mesh, mode, delays=True)
+        assert_same(actual, expected, atol=0, rtol=0)
