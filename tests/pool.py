@@ -22,6 +22,8 @@ from datetime import timedelta
 import pytest
 
 _GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
+# DTensor's caches keep the meshes of finished tests, and their groups' threads: fresh processes every so many tests.
+_JOBS_PER_PROCESS = 60
 
 
 def _worker(rank: int, world: int, pipe) -> None:
@@ -69,6 +71,7 @@ class WorkerPool:
     def __init__(self, world: int) -> None:
         self.world = world
         self._workers: list[tuple[mp.Process, object]] = []
+        self._jobs = 0
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
@@ -89,8 +92,12 @@ class WorkerPool:
         self._workers = []
 
     def run(self, module: str, name: str, kwargs: dict, timeout: float) -> None:
+        if self._jobs >= _JOBS_PER_PROCESS:
+            self.stop()
         if not self._workers:
             self._start()
+            self._jobs = 0
+        self._jobs += 1
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._workers:
                 pipe.send((module, name, kwargs, os.path.join(folder, "store"), timeout))

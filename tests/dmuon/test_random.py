@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, data_rank, full_weights, weights_of
+from tests.dmuon.harness import assert_same, build, data_rank, full_gradients, full_weights, weights_of
 from tests.dmuon.test_meshes import TYPE_SPLIT
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
 
 STEPS = 3
 MESHES = [(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
-SEEDS = list(range(12))
+# Chosen to cover what can be drawn; a test below says what that means.
+SEEDS = [18, 46, 56, 61, 75, 113, 130, 141, 149, 166, 173, 187]
 # How the micro-batches before the last one of a step are accumulated.
 WAYS = ["reduce", "no_sync", "no all-reduce", "mixed"]
 
@@ -30,7 +31,8 @@ NOTHING = frozenset()
 @dataclasses.dataclass(frozen=True)
 class Draw:
     """One random program. ``skips`` maps (step, micro-batch) to the layers that every rank leaves out, ``alone`` to
-    those that one data rank leaves out besides; ``evaluations`` come after the backward of a (step, micro-batch)."""
+    those that one data rank leaves out besides; ``evaluations`` come before the forward of a (step, micro-batch), where
+    micro-batch ``accumulation`` is the optimizer's step."""
 
     seed: int
     mesh: tuple
@@ -93,7 +95,13 @@ def draw_of(seed):
         checkpointed=subset(0.5),
         skips={time: found for time, found in skips.items() if found},
         alone={time: found for time, found in alone.items() if found[1]},
-        evaluations=frozenset(time for time in times if source.random() < 0.3),
+        # FSDP2 itself keeps its root unsharded, and so stale, after a forward between the last backward and the step.
+        evaluations=frozenset(
+            (step, micro)
+            for step in range(STEPS)
+            for micro in range(accumulation + everything)
+            if source.random() < 0.3
+        ),
         max_norm=source.choice([None, 0.3, 100.0]),
         hyper={
             "lr": source.choice([0.01, 0.02]),
@@ -127,6 +135,13 @@ def loss_at(model, draw, step, micro, on):
     model.skip = draw.skipped(step, micro, on)
     tokens, labels = batch(step * draw.accumulation + micro, on)
     return loss_of(model(tokens), labels) / draw.accumulation
+
+
+@torch.no_grad()
+def evaluate(model, draw, step, micro, on):
+    if (step, micro) in draw.evaluations:
+        model.skip = draw.skipped(step, micro, on)
+        model(batch(500 + step, on)[0])
 
 
 def backward(model, loss, way):
@@ -181,11 +196,10 @@ def train_drawn(draw, rank, world):
     numbers, norms, mine = counted(optimizer), [], data_rank(rank, draw.mesh)
     for step in range(STEPS):
         for micro in range(draw.accumulation):
+            evaluate(model, draw, step, micro, mine)
             loss = loss_at(model, draw, step, micro, mine)
             backward(model, loss, (*draw.ways, "reduce")[micro])
-            if (step, micro) in draw.evaluations:
-                with torch.no_grad():
-                    model(batch(500 + step, rank)[0])
+        evaluate(model, draw, step, draw.accumulation, mine)
         if draw.max_norm is not None:
             norms.append(dmuon.clip_total_grad_norm_(optimizer, draw.max_norm))
         optimizer.step()
@@ -225,4 +239,50 @@ def test_a_random_program_equals_one_process(rank, world, seed):
 
 def test_the_seeds_cover_what_can_be_drawn():
     draws = [draw_of(seed) for seed in SEEDS]
-    assert {(draw.mesh, draw.everything) for draw in draws} >= {(mesh, True) for mesh in MESHES}
+    assert {(draw.mesh, draw.everything) for draw in draws} == {(m, e) for m in MESHES for e in (True, False)}
+    assert {(draw.mode, draw.everything) for draw in draws} == {(m, e) for m in ("z2", "z3") for e in (True, False)}
+    assert {draw.prefetch for draw in draws} == {0, 1, 2}
+    assert {draw.accumulation for draw in draws} == {1, 2, 3}
+    assert {way for draw in draws for way in draw.ways} == set(WAYS) - {"mixed"}
+    assert {draw.max_norm for draw in draws} == {None, 0.3, 100.0}
+    assert all(
+        sum(bool(field(draw)) for draw in draws) >= 4
+        for field in (lambda d: d.checkpointed, lambda d: d.skips, lambda d: d.alone, lambda d: d.evaluations)
+    )
+
+
+# ------------------------------------------------------------------ what random programs have found, by itself
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@distributed(world=2, timeout=30)
+def test_one_rank_leaves_out_layers_of_a_deep_model(rank, world, prefetch):
+    """A rank that never completes a unit must not keep the others from launching the weights it waits for, and a rank
+    that uses no layer at all must launch the weights of the others before it waits for gradients (scenario 11)."""
+    for layers, left_out in ((8, {7}), (8, {4}), (4, {0, 1, 2, 3})):
+        oracle = Drawn(layers)
+        model, _ = build(world, Drawn(layers), shard=False, prefetch=prefetch)
+        for trained, ranks, divide in ((model, [rank], 1), (oracle, range(world), world)):
+            for on in ranks:
+                trained.skip = frozenset(left_out if on == 1 else ())
+                tokens, labels = batch(0, on)
+                (loss_of(trained(tokens), labels) / divide).backward()
+        expected = {n: p.grad for n, p in oracle.named_parameters() if is_proj(n, p)}
+        actual = full_gradients(model)
+        assert_same({name: actual[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+@distributed(world=4, timeout=60)
+def test_fewer_units_than_reductions_in_flight(rank, world, layers):
+    """Accumulation reduces a unit again while its last reduction is still on its way to the owner."""
+    for mesh in MESHES:
+        model, _ = build(world, Drawn(layers), mesh=mesh)
+        oracle, ranks = Drawn(layers), mesh[0] * mesh[1]
+        for micro in range(3):
+            tokens, labels = batch(micro, data_rank(rank, mesh))
+            loss_of(model(tokens), labels).backward()
+            for on in range(ranks):
+                tokens, labels = batch(micro, on)
+                (loss_of(oracle(tokens), labels) / ranks).backward()
+        assert_same(full_gradients(model), {n: p.grad for n, p in oracle.named_parameters()})

@@ -1,6 +1,8 @@
 """``dedicate_params`` and what it promises about the model; the guide's steps."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -279,3 +281,15 @@ def test_collectives_of_a_step(rank, world):
         once = sum(pack.weight_bytes for pack in packs)
         assert counted["broadcast"] == broadcasts * once - (broadcasts - 1) * packs[-1].weight_bytes
         assert counted["reduce"] == sum(pack.grad_bytes for pack in packs)
+
+
+@distributed(world=2)
+def test_nothing_outlives_the_model(rank, world):
+    """Parameters, buffers and process groups are freed with the model: destroying and rebuilding does not pile up."""
+    model, optimizer = build(world, shard=False)
+    train(model, optimizer, 1, rank)
+    runtime = weakref.ref(model._dmuon_runtime)
+    group = weakref.ref(model._dmuon_runtime.lanes.unshard)
+    del model, optimizer
+    gc.collect()
+    assert runtime() is None and group() is None

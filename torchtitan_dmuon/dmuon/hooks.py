@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def register_hooks(model: nn.Module, schedule: UnitSchedule) -> None:
-    """Install every hook. They hold the schedule, and live as long as the model."""
+    """Install every hook. They live as long as the model, which has to keep the schedule alive."""
     model.register_forward_pre_hook(_root_pre_forward(schedule))
     for unit in schedule.units:
         unit.module.register_forward_pre_hook(_pre_forward(schedule, unit), with_kwargs=True)
@@ -127,8 +128,13 @@ def _post_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
 
 
 def _gradient_hook(schedule: UnitSchedule, unit: Unit, pack: Pack, dp: DedicatedParam) -> Callable:
+    # Weak: a parameter owns this hook where the garbage collector cannot see it, and what the hook calls owns the
+    # parameter. Held strongly, model and process groups would never be freed.
+    refs = [weakref.ref(held) for held in (schedule, unit, pack, dp)]
+
     @torch.compiler.disable
     def hook(param: torch.Tensor) -> None:
+        schedule, unit, pack, dp = (ref() for ref in refs)
         schedule.take_gradient(unit, pack, dp)
 
     return hook
