@@ -108,7 +108,9 @@ class WorkerPool:
                     try:
                         error = waiting.pop(rank).recv()
                     except EOFError:
-                        error = "the worker process died"
+                        process = self._workers[rank][0]
+                        process.join(timeout=5)
+                        error = f"the worker process died with exit code {process.exitcode}"
                     if error:
                         failures[rank] = error
                         deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -117,7 +119,7 @@ class WorkerPool:
                     if self._workers[rank][0].is_alive():
                         os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
                 time.sleep(0.5)
-            if waiting or any("died" in error for error in failures.values()):
+            if waiting or any("worker process died" in error for error in failures.values()):
                 self.stop(kill=True)
         if failures:
             told = "\n".join(f"--- rank {rank}\n{error}" for rank, error in sorted(failures.items()))

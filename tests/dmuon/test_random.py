@@ -232,7 +232,7 @@ def check(rank, world, draw):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@distributed(world=4, timeout=60)
+@distributed(world=4)
 def test_a_random_program_equals_one_process(rank, world, seed):
     check(rank, world, draw_of(seed))
 
@@ -255,7 +255,7 @@ def test_the_seeds_cover_what_can_be_drawn():
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@distributed(world=2, timeout=30)
+@distributed(world=2, timeout=60)
 def test_one_rank_leaves_out_layers_of_a_deep_model(rank, world, prefetch):
     """A rank that never completes a unit must not keep the others from launching the weights it waits for, and a rank
     that uses no layer at all must launch the weights of the others before it waits for gradients (scenario 11)."""
@@ -273,7 +273,7 @@ def test_one_rank_leaves_out_layers_of_a_deep_model(rank, world, prefetch):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
-@distributed(world=4, timeout=60)
+@distributed(world=4)
 def test_fewer_units_than_reductions_in_flight(rank, world, layers):
     """Accumulation reduces a unit again while its last reduction is still on its way to the owner."""
     for mesh in MESHES:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import adamw
@@ -138,6 +139,7 @@ class Muon(torch.optim.Optimizer):
                 }
             )
         super().__init__([group for group in groups if group["params"]], defaults={})
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._undedicated = {id(param) for param in others}
         self.plain_adamw = self._build_adamw(adamw_implementation)
         self._stacks, self._adamw_pieces = self._build_owned()
@@ -223,6 +225,8 @@ class Muon(torch.optim.Optimizer):
             if found_inf is not None:
                 del plain.found_inf, plain.grad_scale
         self.zero_grad()
+        for module in self._fsdp_modules:
+            module.reshard()  # FSDP2 leaves its root unsharded after a forward without backward: stale from here on
         if os.environ.get("DMUON_ISOLATED_PG_BARRIER") == "1":
             runtime.barrier()
         return loss

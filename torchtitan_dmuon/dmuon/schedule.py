@@ -9,6 +9,11 @@ entered, not when its forward returns, so calling a layer twice in a row costs n
 Gradients. Units are reduced in the order n-1, ..., 0, pinned units last; a unit whose gradients are late holds back
 the ones after it, and the end of backward launches the rest, zeros standing in for gradients that never came. With
 replicas or tensor parallelism the later stages follow in the same order, a fixed number of units behind.
+
+No rank waits for one that waits for it. While units run in their order (an *orderly* pass), reaching unit k in backward
+means that nothing more will come for the units after k: they are reduced before the weights of k are waited for. So
+whoever waits for something at place k needs the others only to get to place k, which they can. In any other pass
+(layers out of order, reentrant checkpointing, several forwards) reductions are not waited for before the end.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
+
+import torch
 
 from .fsdp2 import queue_end_of_backward
 from .mesh import Lanes
@@ -59,9 +66,11 @@ class UnitSchedule:
         self._cursor = 0  # unshards launched in this round of the cycle
         self._next_reduce = 0
         self._hold_reductions = False
-        self._callback_queued = False
         self._in_flight: deque[Unit] = deque()  # in the shard stage
         self._staged: deque[Unit] = deque()  # in the replicate stage
+        self._last_place = -1  # of the forward pass that is running
+        self._pass_has_grad = True
+        self._orderly = True  # every forward since the last backward ran the units in their order
         # Reductions have been launched since gradients were last dropped; the same on every rank.
         self.has_gradients = False
 
@@ -78,6 +87,8 @@ class UnitSchedule:
         if self.phase is Phase.FORWARD:
             self.end_forward(keep_last=False)  # the previous forward raised: bring every rank to the same place
         self._release_all()
+        self._last_place = -1
+        self._pass_has_grad = torch.is_grad_enabled()
         self._begin_round(Phase.FORWARD)
 
     def _begin_round(self, phase: Phase) -> None:
@@ -93,7 +104,16 @@ class UnitSchedule:
         if self.phase is Phase.FORWARD:
             unit.active_calls += 1
             unit.calls_in_pass += 1
+            self._note_order(unit)
         self._need(unit)
+
+    def _note_order(self, unit: Unit) -> None:
+        place = self._forward_order.get(unit, self._last_place)
+        in_order = unit.pinned or place > self._last_place
+        # A unit without grad in a pass with grad is inside a reentrant checkpoint: its backward is a pass of its own.
+        if not in_order or torch.is_grad_enabled() != self._pass_has_grad:
+            self._orderly = False
+        self._last_place = place
 
     def leave_unit(self, unit: Unit) -> None:
         """A boundary's forward has returned or raised."""
@@ -185,6 +205,7 @@ class UnitSchedule:
         queue_end_of_backward(self.end_backward)
         # Under reentrant checkpointing a unit used twice gets its gradient in pieces; it is complete at the end only.
         self._hold_reductions = any(unit.calls > 1 for unit in self.units)
+        self._orderly = self._orderly and not self._hold_reductions
         self._next_reduce = 0
         for unit in self.units:
             unit.expect_gradients()
@@ -193,6 +214,10 @@ class UnitSchedule:
     def need_for_backward(self, unit: Unit) -> None:
         """The gradient of a boundary's output is there: its own backward comes next."""
         self.begin_backward()
+        if self._orderly and not unit.pinned:
+            for later in self.cyclic[self._forward_order[unit] + 1 :]:
+                later.expect_no_more_gradients()
+            self._launch_reductions(only_complete=True)
         self._need(unit)
 
     def take_gradient(self, unit: Unit, pack: Pack, dp: DedicatedParam) -> None:
@@ -219,9 +244,13 @@ class UnitSchedule:
         """Let all but the last ``leave`` units in each stage go on to the next one."""
         if len(self._in_flight) <= leave and len(self._staged) <= leave:
             return
+        if self.phase is Phase.BACKWARD and not self._orderly and self._cursor < len(self.cyclic):
+            return  # another rank may need an unshard from here before it can send what would be waited for
         with self.lanes.side_stream("reduce"):
             while len(self._in_flight) > leave:
                 unit = self._in_flight.popleft()
+                while unit in self._staged:  # its last gradient must be gone before the next is added up
+                    self._staged.popleft().finish_stages()
                 unit.finish_shard_stage()
                 if unit.travelling and self.all_reduce_gradients:
                     unit.launch_replicate_stage()
@@ -231,10 +260,11 @@ class UnitSchedule:
 
     def end_backward(self) -> None:
         """Autograd has finished the backward pass."""
-        self._launch_reductions(only_complete=False)
         self._finish_round(self.cyclic[::-1])
+        self._launch_reductions(only_complete=False)
         self.phase = Phase.IDLE
         self._release_all()
+        self._orderly = True
         for unit in self.units:
             unit.calls = 0
             unit.expect_gradients()
@@ -266,6 +296,7 @@ class UnitSchedule:
             self._release_all()
         self._in_flight.clear()
         self._staged.clear()
+        self._orderly = True
         self.has_gradients = False
         for unit in self.units:
             unit.drop_gradients()

@@ -128,6 +128,10 @@ class Unit:
         self._awaiting = {dp.fqn for _, dp in self.trainable}
         self.reduce_launched = False
 
+    def expect_no_more_gradients(self) -> None:
+        """What has not come in this backward pass will not come: zeros stand in for it."""
+        self._awaiting.clear()
+
     def add_gradient(self, pack: Pack, dp: DedicatedParam) -> None:
         """Take the gradient autograd has just put on ``dp.param``."""
         if self.reduce_launched:
