@@ -28,6 +28,7 @@ _JOBS_PER_PROCESS = 60
 
 def _worker(rank: int, world: int, pipe) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch

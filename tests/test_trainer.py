@@ -67,6 +67,34 @@ def test_resume_on_other_numbers_of_ranks(folder):
         assert seen[step] == pytest.approx(values, abs=2e-4), step
 
 
+MESHES = [
+    {"parallelism__data_parallel_replicate_degree": 2},
+    {"parallelism__tensor_parallel_degree": 2},
+    {
+        "parallelism__tensor_parallel_degree": 2,
+        "parallelism__disable_loss_parallel": True,
+        "dmuon__others": "dedicated",
+    },
+    {"parallelism__data_parallel_replicate_degree": 2, "parallelism__tensor_parallel_degree": 2},
+]
+
+
+def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(folder):
+    """4 ranks: 1-D, then each other mesh (vocabulary 257: nothing divides it), by itself and resumed from 1-D."""
+    options = {"training__global_batch_size": 8, "lr_scheduler__total_steps": 4, "training__steps": 4}
+    whole = train(4, *tiny(folder, **options))
+    assert whole.codes == [0] * 4, whole.output
+    for mesh in MESHES:
+        shutil.rmtree(folder / "out" / "checkpoint" / "step-4", ignore_errors=True)
+        resumed = train(4, *tiny(folder, **options, **mesh), fresh=True)
+        assert resumed.codes == [0] * 4, resumed.output
+        assert list(resumed.steps) == [3, 4]
+        alone = train(4, *tiny(folder, checkpoint__enable=False, **options, **mesh), fresh=True)
+        for step, values in whole.steps.items():
+            assert alone.steps[step] == pytest.approx(values, abs=2e-4), (mesh, step)
+            assert step < 3 or resumed.steps[step] == pytest.approx(values, abs=2e-4), (mesh, step)
+
+
 def test_accumulation_does_not_change_the_losses(folder):
     """The same global batch in 1 and in 4 micro-batches a rank, ragged documents included."""
     runs = [
@@ -155,7 +183,11 @@ def assert_refused(run, message):
         ({"training__dataset_path": "/nowhere/*.txt"}, "training.dataset_path"),
         ({"job__dump_folder": "/dev/null/out"}, "job.dump_folder: cannot write to /dev/null/out"),
         ({"model__flavor": "7B"}, "model: unknown flavor of llama3"),
-        ({"parallelism__data_parallel_shard_degree": 3}, "parallelism.data_parallel_shard_degree: found 3, expected 2"),
+        (
+            {"parallelism__data_parallel_shard_degree": 3},
+            "parallelism: data_parallel_replicate_degree 1 x data_parallel_shard_degree 3 x",
+        ),
+        ({"parallelism__tensor_parallel_degree": 2, "training__seq_len": 33}, "does not divide training.seq_len = 33"),
         ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
         ({"dmuon__ns_coefficients": "deepseek_v4"}, "dmuon.ns_backend, ns_coefficients, ns_steps"),
         ({"checkpoint__load_step": 3}, "checkpoint.load_step: "),

@@ -59,12 +59,15 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -
     Path(folder, f"{rank}.code").write_text(str(code))
 
 
-def train(world: int, *arguments: str, timeout: float = 120) -> Run:
-    """``train.py`` on ``world`` ranks, in the pool's processes."""
+def train(world: int, *arguments: str, timeout: float = 120, fresh: bool = False) -> Run:
+    """``train.py`` on ``world`` ranks, in the pool's processes; with ``fresh`` in processes that no run with a mesh of
+    the same shape has used (DTensor's caches outlive its process groups)."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
+        if fresh:
+            pool_of(world).stop()
         kwargs = {"arguments": list(arguments), "port": port, "folder": folder}
         pool_of(world).run("tests.training", "_main", kwargs, timeout)
         outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]

@@ -220,10 +220,10 @@ def test_unknown_in_toml(toml, text, message):
 
 def test_unsupported_keys_are_refused_even_at_their_default(toml):
     message = "this TorchTitan feature does not exist in torchtitan_dmuon: not built yet"
-    degree = "[parallelism]\ntensor_parallel_degree = 1"
-    assert error_of(toml(degree)) == f"parallelism.tensor_parallel_degree (c.toml): {message}"
-    argv = ["--parallelism.tensor-parallel-degree", "1"]
-    assert error_of(argv) == f"parallelism.tensor_parallel_degree (command line): {message}"
+    degree = "[parallelism]\npipeline_parallel_degree = 1"
+    assert error_of(toml(degree)) == f"parallelism.pipeline_parallel_degree (c.toml): {message}"
+    argv = ["--parallelism.pipeline-parallel-degree", "1"]
+    assert error_of(argv) == f"parallelism.pipeline_parallel_degree (command line): {message}"
     assert error_of(toml("[quantize.linear.mx]\nfilter_fqns = []")) == f"quantize (c.toml): {message}"
     argv = ["--quantize.linear.float8.emulate"]
     assert error_of(argv) == f"quantize.linear.float8.emulate (command line): {message}"

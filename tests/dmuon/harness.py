@@ -7,9 +7,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
@@ -70,7 +71,8 @@ def unique_names(*names):
 
 def flat_mesh(world):
     """A 1-D mesh of all ranks."""
-    return init_device_mesh(DEVICE, (world,), mesh_dim_names=unique_names("dp"))
+    # From the group that is there: init_device_mesh would add NCCL to it on CUDA, which refuses a shared GPU.
+    return DeviceMesh.from_group(dist.group.WORLD, DEVICE, mesh_dim_names=unique_names("dp"))
 
 
 def data_rank(rank, mesh):
@@ -91,7 +93,15 @@ def train(model, optimizer, steps, rank, start=0, loss_fn=loss_of):
 
 
 def full_tensor(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if DEVICE == "cpu":
+        return tensor.full_tensor()
+    # DTensor's own gathering crashes over gloo on CUDA (torch 2.11).
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (offset, tensor.to_local().cpu()))
+    return _assemble(tensor.shape, tensor.dtype, parts).to(DEVICE)
 
 
 def sharded_parameters(model):
@@ -120,8 +130,10 @@ def _gather(model, values):
 
 
 def _assemble(shape, dtype, parts):
-    full = torch.full(shape, torch.nan, dtype=dtype)
+    full = torch.full(tuple(shape), torch.nan, dtype=dtype)
     for offset, tensor in parts:
+        if tensor.numel() == 0:
+            continue
         full[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor
     assert not full.isnan().any() or any(t.isnan().any() for _, t in parts), "some part has no owner"
     return full

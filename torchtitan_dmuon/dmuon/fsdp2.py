@@ -73,9 +73,7 @@ def group_like(reference: dist.ProcessGroup, device: torch.device, description: 
     options = None
     timeout: timedelta = backend.options._timeout
     if backend.name() == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = backend.options.is_high_priority_stream
-        options.config = backend.options.config
+        options = dist.ProcessGroupNCCL.Options(backend.options.is_high_priority_stream)
         options._timeout = timeout
     return dist.new_group(
         dist.get_process_group_ranks(reference),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from .adamw import new_state
 from .classify import canonical_fqn
@@ -55,14 +56,29 @@ def set_model_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> No
     """Copy ``state`` (as from :func:`get_model_state_dict`) into the model and publish the owners' weights.
 
     Raises:
-        KeyError: a tensor this rank holds is missing from ``state``.
+        KeyError: a tensor this rank holds is missing from ``state``. ValueError: it is there in another layout.
     """
     for name, tensor in get_model_state_dict(model).items():
         if name not in state:
             raise KeyError(f"{name} is missing from the state dict")
         if state[name] is not tensor:
-            tensor.copy_(state[name])
+            _copy(name, tensor, state[name])
     publish_weights(model)
+
+
+def _copy(name: str, to: torch.Tensor, source: torch.Tensor) -> None:
+    """Raises ValueError when the two hold different parts of the tensor."""
+    here, there = _local_parts(to), _local_parts(source)
+    if [part.shape for part in here] != [part.shape for part in there]:
+        raise ValueError(f"{name}: this rank holds another part of it than the state dict; load through DCP instead")
+    for part, values in zip(here, there, strict=True):
+        part.copy_(values)
+
+
+def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(tensor, Chunks):
+        return [part for part, _ in tensor._parts]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
 
 
 def publish_weights(model: nn.Module) -> None:
