@@ -95,7 +95,8 @@ def resolve_specs(
 
     Raises:
         ValueError: an unknown key, route or dtype; an override that matches none of the selected parameters; a
-            1-D parameter on the ``muon`` route; a dtype the runtime cannot reduce in.
+            parameter on the ``muon`` route that is neither a matrix nor a stack of them, or a scalar on
+            ``sharded_adamw``; a dtype the runtime cannot reduce in.
     """
     defaults, overrides = _parse(param_policy)
     specs: dict[str, ParamSpec] = {}

@@ -15,7 +15,7 @@ import torch
 from .lanes import Pending, Transfer
 from .mesh import Lanes, Layout
 from .storage import ALIGN_BYTES, DedicatedParam, Piece, placeholder
-from .tensor_parallel import chunk_bounds
+from .tensor_parallel import chunk_bounds, local_shape
 
 
 class RowPack:
@@ -33,17 +33,11 @@ class RowPack:
         self._divide_factor = divide_factor
         self.params = [dp]
         self.trainable = [dp] if dp.spec.trainable else []
-        replicas, ranks, columns = layout.shape
-        shape = dp.local_shape
+        ranks, shape = layout.shape[1], dp.local_shape
         self._row_size = math.prod(shape[1:])
         self._max_rows = -(-shape[0] // ranks)
-        start, rows = chunk_bounds(shape[0], ranks)[layout.coordinate[1]]
-        piece = Piece(dp, start, start + rows, layout.slot, layout.ranks[layout.slot], is_owned=True)
-        piece.shape = (rows, *shape[1:])
-        piece.copies = replicas * (columns if dp.tp_dim is None else 1)
-        dp.pieces = [piece]
-        self.pieces = [piece]
-        self.owned = [piece]
+        dp.pieces = [self._piece_of(slot) for slot in range(layout.num_slots)]
+        self.owned = self.pieces = [dp.pieces[layout.slot]]
         dtype = dp.spec.param_dtype
         self._source = torch.zeros(self._max_rows * self._row_size, dtype=dtype, device=self.device)
         self._packed = torch.empty(ranks * self._max_rows * self._row_size, dtype=dtype, device=self.device)
@@ -65,6 +59,17 @@ class RowPack:
                 yield lanes.reduce.plan(self.grad_bytes)
             if lanes.reduce_replicate is not None:
                 yield lanes.reduce_replicate.plan(self.grad_bytes // self.layout.shape[1], passes=2)
+
+    def _piece_of(self, slot: int) -> Piece:
+        """The rows that ``slot`` holds: some of its tensor-parallel column's, the same in every replica."""
+        dp, (replicas, ranks, columns) = self.params[0], self.layout.shape
+        _, shard, column = self.layout.coordinate_of(slot)
+        shape = local_shape(dp.shape, dp.tp_dim, column, columns)
+        start, rows = chunk_bounds(shape[0], ranks)[shard]
+        piece = Piece(dp, start, start + rows, slot, self.layout.ranks[slot], slot == self.layout.slot)
+        piece.shape = (rows, *shape[1:])
+        piece.copies = replicas * (columns if dp.tp_dim is None else 1)
+        return piece
 
     # ---------------------------------------------------------------- weights
 

@@ -155,7 +155,7 @@ def dedicate_params(
 
     Afterwards each selected parameter is the same ``nn.Parameter`` object with its true shape; it shows its weight
     (in ``param_dtype``) inside forward and backward and NaN elsewhere. Its gradient never appears in ``param.grad``
-    but, averaged over the ranks, on the owner's ``DedicatedParam.grad``.
+    but, averaged over the ranks, on the owner's ``Piece.grad``.
 
     Args:
         model: on any device, unsharded but for tensor parallelism; parameters on ``meta`` wait for :func:`materialize`.
