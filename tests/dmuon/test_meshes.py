@@ -17,7 +17,7 @@ from tests.dmuon.harness import (
     unique_names,
     weights_of,
 )
-from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 
 MESHES = {
@@ -200,16 +200,6 @@ def test_accumulation_on_every_route(rank, world, mesh):
                     loss.backward()
             optimizer.step()
         assert_same(full_weights(model), weights_of(oracle), atol=3e-6)
-
-
-class Skipping(ToyModel):
-    skip = frozenset()
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for index, layer in enumerate(self.layers):
-            x = x if index in self.skip else layer(x)
-        return self.lm_head(self.norm(x))
 
 
 @pytest.mark.parametrize("mesh", ["shard 4", "2x2", "2x1x2"])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import dmuon
 from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
-from tests.oracle import OracleMuon, ToyModel, is_proj, train_one_process
+from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, orthogonalize, train_one_process
 from tests.pool import distributed
 
 
@@ -20,3 +21,43 @@ def test_five_steps_equal_one_process(rank, world, mode):
     torch.distributed.all_reduce(total)
     assert_same({"losses": total / world}, {"losses": torch.tensor(expected)})
     assert_same(full_weights(model), weights_of(oracle))
+
+
+SCALES = {
+    "match_rms_adamw": lambda m, n: 0.2 * max(m, n) ** 0.5,
+    "original": lambda m, n: max(1.0, m / n) ** 0.5,
+    "spectral": lambda m, n: (m / n) ** 0.5,
+    "unit": lambda m, n: 1.0,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@distributed(world=2)
+def test_the_update_is_the_formula(rank, world, scale):
+    """One step from zero momentum, against the scale's formula; nothing is scaled twice (known bug kozistr 371)."""
+    lr, decay = 0.03, 0.1
+    model, optimizer = build(world, muon={"scale": scale, "lr": lr, "weight_decay": decay})
+    train(model, optimizer, 1, rank)
+    oracle = ToyModel()
+    for r in range(world):
+        tokens, labels = batch(0, r)
+        (loss_of(oracle(tokens), labels) / world).backward()
+    expected = {}
+    for name, p in oracle.named_parameters():
+        if is_proj(name, p):
+            update = orthogonalize(1.95 * p.grad)  # G + mu * M with M = G
+            expected[name] = (p * (1 - lr * decay) - lr * SCALES[scale](*p.shape) * update).float()
+    actual = full_weights(model)
+    assert_same({name: actual[name] for name in expected}, expected, atol=2e-6)
+    with pytest.raises(ValueError, match="scale must be one of"):
+        dmuon.Muon(model, scale="rms")
+
+
+def test_newton_schulz_function():
+    matrices = torch.randn(2, 3, 8, 20, generator=torch.Generator("cpu").manual_seed(0))
+    result = dmuon.newton_schulz(matrices, steps=3, backend="direct", coefficients="kj")
+    x = (matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)).double()
+    for _ in range(3):
+        r = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * r + 2.0315 * r @ r) @ x
+    torch.testing.assert_close(result, x.float(), atol=2e-6, rtol=1e-5)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dmuon
 from tests.dmuon.harness import assert_same, build, full_gradients, full_weights, train, weights_of
-from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 
 # ------------------------------------------------------------------ programs: (model, rank) -> runs its own backward
@@ -286,18 +286,6 @@ def test_activation_checkpointing_is_bitwise(rank, world, mode):
 
 
 # ------------------------------------------------------------------ unused parameters (scenario 11)
-
-
-class Skipping(ToyModel):
-    """``skip`` holds the layers left out in the next forward."""
-
-    skip = frozenset()
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for index, layer in enumerate(self.layers):
-            x = x if index in self.skip else layer(x)
-        return self.lm_head(self.norm(x))
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])

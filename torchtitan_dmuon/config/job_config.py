@@ -208,7 +208,12 @@ class DMuon:
     ns_coefficients: str = key(
         "polar_express", "Newton-Schulz coefficients", choices=("polar_express", "kj", "you", "deepseek_v4")
     )
-    scale: str = key("match_rms_adamw", "scale of the update: 0.2 * sqrt(max(m, n))", choices=("match_rms_adamw",))
+    scale: str = key(
+        "match_rms_adamw",
+        "scale of an [m, n] update: match_rms_adamw 0.2 * sqrt(max(m, n)), original sqrt(max(1, m / n)), spectral"
+        " sqrt(m / n), unit 1; each wants a learning rate of its own",
+        choices=("match_rms_adamw", "original", "spectral", "unit"),
+    )
     adamw_lr: float | None = key(None, "peak AdamW learning rate; none is optimizer.lr", minimum=0)
     mode: str = key(
         "z3",

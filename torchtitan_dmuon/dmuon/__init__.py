@@ -14,7 +14,7 @@ from .fsdp2 import set_group_timeout
 from .lanes import Lane
 from .materialize import initialize_undedicated, materialize
 from .muon import Muon
-from .newton_schulz import COEFFICIENTS, NewtonSchulz
+from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
 from .runtime import (
     dedicate_params,
     get_dedicated_params,
@@ -51,6 +51,7 @@ __all__ = [
     "ignored_params",
     "initialize_undedicated",
     "materialize",
+    "newton_schulz",
     "no_sync",
     "ownership_table",
     "publish_weights",

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from . import adamw
 from .fsdp2 import sharded_parameters
 from .newton_schulz import NewtonSchulz
+from .param_groups import lower_param_groups
 from .runtime import runtime_of
 from .storage import Piece
 
@@ -26,6 +27,11 @@ _STACK_ELEMENTS = 1 << 27
 SCALES: dict[str, Callable[[int, int], float]] = {
     # The update's RMS matches AdamW's (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982).
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    # Keller Jordan's, "Muon", 2024: tall matrices move more.
+    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
+    # Bernstein, "Deriving Muon", 2025: the update has spectral norm sqrt(out / in).
+    "spectral": lambda m, n: math.sqrt(m / n),
+    "unit": lambda m, n: 1.0,
 }
 
 
@@ -64,10 +70,10 @@ class MatrixStack:
 class Muon(torch.optim.Optimizer):
     """Muon for dedicated parameters and AdamW for the others, in one optimizer.
 
-    Group 0 holds the dedicated parameters and group 1 the rest; both have the same content on every rank, while
+    Group 0 holds the matrices on the Muon route and group 1 the rest; both have the same content on every rank, while
     state exists on owners only. The momentum is heavy-ball, ``M = mu M + G``; the Nesterov input is ``G + mu M``.
-    A step decays first, ``W *= 1 - lr * weight_decay``, then ``W -= lr * 0.2 * sqrt(max(m, n)) * U`` (Liu et al.,
-    arXiv 2502.16982). Defaults are the guide's.
+    A step decays first, ``W *= 1 - lr * weight_decay``, then ``W -= lr * scale * U`` with, by default,
+    ``scale = 0.2 * sqrt(max(m, n))`` (Liu et al., arXiv 2502.16982). Defaults are the guide's.
 
     ``step`` consumes the gradients: a second ``step`` without a backward in between does nothing.
 
@@ -75,6 +81,8 @@ class Muon(torch.optim.Optimizer):
         model: after ``dedicate_params`` (and ``fully_shard`` if used), all weights materialised.
         lr, momentum, ns_steps, nesterov, weight_decay: of the Muon group.
         adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps: of the AdamW group.
+        param_groups: semantic groups, each lowered into ``<name>/muon`` and ``<name>/adamw``: see ``param_groups.py``.
+            Its keys override the arguments above.
         ns_backend: ``gram``, ``direct`` or a ``NewtonSchulz``, whose own number of steps then counts.
         scale: per-matrix factor of the update, a name of ``SCALES``.
         adamw_implementation: ``fused``, ``foreach`` or ``for-loop``.
@@ -95,11 +103,11 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_weight_decay: float = 0.01,
         adamw_eps: float = 1e-8,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
         ns_backend: str | NewtonSchulz = "gram",
         scale: str = "match_rms_adamw",
         adamw_implementation: str = "fused",
     ) -> None:
-        _check_hyperparameters(lr=lr, weight_decay=weight_decay, momentum=momentum, adamw_lr=adamw_lr)
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
         self.runtime = runtime_of(model)
@@ -112,33 +120,25 @@ class Muon(torch.optim.Optimizer):
             ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
         self.newton_schulz = ns_backend
         self._scale = SCALES[scale]
-        by_route = defaultdict(list)
-        for dp in self.runtime.params:
-            by_route["muon" if dp.spec.route == "muon" else "adamw"].append(dp.param)
-        dedicated = {id(dp.param) for dp in self.runtime.params}
-        others = [p for _, p in sharded_parameters(model) if id(p) not in dedicated and p.requires_grad]
-        groups: list[dict[str, Any]] = [
+        dedicated = {dp.param for dp in self.runtime.params}
+        trainable = {name: p for name, p in sharded_parameters(model) if p.requires_grad}
+        others = [param for param in trainable.values() if param not in dedicated]
+        groups = lower_param_groups(
+            param_groups,
+            trainable,
+            self.runtime.params,
             {
-                "params": by_route["muon"],
-                "group_name": "muon",
-                "lr": lr,
+                "muon_lr": lr,
+                "adamw_lr": adamw_lr,
+                "muon_weight_decay": weight_decay,
+                "adamw_weight_decay": adamw_weight_decay,
                 "momentum": momentum,
                 "nesterov": nesterov,
-                "weight_decay": weight_decay,
-            }
-        ]
-        if by_route["adamw"] or others:
-            groups.append(
-                {
-                    "params": [*by_route["adamw"], *others],
-                    "group_name": "adamw",
-                    "lr": adamw_lr,
-                    "betas": tuple(adamw_betas),
-                    "weight_decay": adamw_weight_decay,
-                    "eps": adamw_eps,
-                }
-            )
-        super().__init__([group for group in groups if group["params"]], defaults={})
+                "adamw_betas": adamw_betas,
+                "adamw_eps": adamw_eps,
+            },
+        )
+        super().__init__(groups, defaults={})
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._undedicated = {id(param) for param in others}
         self.plain_adamw = self._build_adamw(adamw_implementation)
@@ -155,9 +155,9 @@ class Muon(torch.optim.Optimizer):
                     kinds[param.device_mesh if isinstance(param, DTensor) else None].append(param)
             if kinds:
                 options = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-                adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], **options)
-                adamw.state = self.state
-                built.append((group, adamw))
+                plain = torch.optim.AdamW([{"params": params} for params in kinds.values()], **options)
+                plain.state = self.state
+                built.append((group, plain))
         return built
 
     def _build_owned(
@@ -271,9 +271,3 @@ class Muon(torch.optim.Optimizer):
 def state_key(piece: Piece, name: str) -> str:
     """Key of a piece's state in ``optimizer.state[param]``; parts of a stack are told apart by their range."""
     return name if piece.is_whole or piece.spec.route == "sharded_adamw" else f"{name}[{piece.start}:{piece.stop}]"
-
-
-def _check_hyperparameters(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < math.inf or (name == "momentum" and value >= 1.0):
-            raise ValueError(f"{name} is out of range: {value}")

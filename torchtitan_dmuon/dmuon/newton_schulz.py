@@ -198,3 +198,13 @@ class NewtonSchulz:
 def newton_schulz_flops(m: int, n: int) -> int:
     """FLOPs of the default Newton-Schulz for one [m, n] matrix: the cost by which owners are chosen."""
     return NewtonSchulz().flops(m, n)
+
+
+def newton_schulz(
+    matrices: torch.Tensor,
+    steps: int | None = None,
+    backend: str = "gram",
+    coefficients: str | Sequence[tuple[float, float, float]] = "polar_express",
+) -> torch.Tensor:
+    """Orthogonalise ``matrices`` [..., m, n]; see :class:`NewtonSchulz`. Returns float32 [..., m, n]."""
+    return NewtonSchulz(backend, coefficients, steps)(matrices)

@@ -1,0 +1,168 @@
+"""Semantic parameter groups (scenario 20)."""
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import dmuon
+from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
+from tests.oracle import OracleMuon, ToyModel, is_proj, train_one_process
+from tests.pool import distributed
+
+
+def split(model, action="layers.1."):
+    """The guide's two groups: a part of the model trains faster."""
+    base, fast = [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            (fast if name.startswith(action) else base).append(param)
+    return base, fast
+
+
+class TwoOracles:
+    """One oracle per group, each over its own parameters."""
+
+    def __init__(self, model, base, action):
+        self.model = model
+        self.parts = []
+        for hyper, chosen in (
+            (base, lambda n: not n.startswith("layers.1.")),
+            (action, lambda n: n.startswith("layers.1.")),
+        ):
+            part = OracleMuon(model, lambda n, p, c=chosen: is_proj(n, p) and c(n), **hyper)
+            rest = [p for n, p in model.named_parameters() if chosen(n) and not is_proj(n, p)]
+            part.adamw = torch.optim.AdamW(
+                rest, lr=hyper["adamw_lr"], weight_decay=hyper.get("adamw_weight_decay", 0.01),
+                betas=hyper.get("adamw_betas", (0.9, 0.999)), eps=hyper.get("adamw_eps", 1e-8),
+            )  # fmt: skip
+            part.zero_grad = lambda: None
+            self.parts.append(part)
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+        self.model.zero_grad()
+
+
+@distributed(world=2)
+def test_the_guides_groups_give_four_halves_whose_rates_show(rank, world):
+    model, _ = build(world, optimizer=False)
+    base, action = split(model)
+    optimizer = dmuon.Muon(
+        model,
+        lr=5e-3,
+        adamw_lr=5e-3,
+        param_groups=[
+            {"params": base, "lr": 5e-3, "group_name": "base"},
+            {"params": action, "lr": 1e-2, "group_name": "action"},
+        ],
+    )
+    assert [g["group_name"] for g in optimizer.param_groups] == [
+        "base/muon", "base/adamw", "action/muon", "action/adamw",
+    ]  # fmt: skip
+    assert [g["lr"] for g in optimizer.param_groups] == [5e-3, 5e-3, 1e-2, 1e-2]
+    train(model, optimizer, 3, rank)
+    oracle = ToyModel()
+    both = TwoOracles(oracle, {"lr": 5e-3, "adamw_lr": 5e-3}, {"lr": 1e-2, "adamw_lr": 1e-2})
+    train_one_process(oracle, both, 3, world)
+    assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2)
+def test_every_key_reaches_its_half(rank, world):
+    model, _ = build(world, optimizer=False)
+    base, action = split(model)
+    keys = {"muon_lr": 0.01, "adamw_lr": 0.002, "muon_weight_decay": 0.2, "adamw_weight_decay": 0.3, "momentum": 0.8,
+            "nesterov": False, "adamw_betas": (0.7, 0.9), "adamw_eps": 1e-6}  # fmt: skip
+    optimizer = dmuon.Muon(
+        model,
+        lr=0.03,
+        weight_decay=0.1,
+        param_groups=[{"params": base, "weight_decay": 0.05}, {"params": action, **keys}],
+    )
+    train(model, optimizer, 3, rank)
+    oracle = ToyModel()
+    base_hyper = {"lr": 0.03, "adamw_lr": 1e-3, "weight_decay": 0.05, "adamw_weight_decay": 0.05}
+    action_hyper = {"lr": 0.01, "weight_decay": 0.2, **{k: v for k, v in keys.items() if not k.startswith("muon_")}}
+    train_one_process(oracle, TwoOracles(oracle, base_hyper, action_hyper), 3, world)
+    assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2)
+def test_a_scheduler_scales_every_group(rank, world):
+    """Each from its own rate (known bug DeepSpeed 7713)."""
+    model, _ = build(world, optimizer=False)
+    base, action = split(model)
+    optimizer = dmuon.Muon(
+        model, lr=0.01, adamw_lr=0.01, param_groups=[{"params": base}, {"params": action, "lr": 0.02}]
+    )
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    seen = []
+    for step in range(3):
+        seen.append([g["lr"] for g in optimizer.param_groups])
+        train(model, optimizer, 1, rank, start=step)
+        scheduler.step()
+    for k, rates in enumerate(seen, start=1):
+        assert rates == pytest.approx([0.01 / k, 0.01 / k, 0.02 / k, 0.02 / k], rel=1e-12)
+
+
+@distributed(world=2)
+def test_routes_are_kept_or_forced(rank, world):
+    policy = {"overrides": [{"name": "q_proj", "set": {"route": "adamw"}}]}
+    model, _ = build(world, optimizer=False, param_policy=policy)
+    params = [p for p in model.parameters() if p.requires_grad]
+    kept = dmuon.Muon(model, param_groups=[{"params": params, "group_name": "all"}])
+    assert {g["group_name"]: len(g["params"]) for g in kept.param_groups} == {
+        "all/muon": 6,
+        "all/adamw": len(params) - 6,
+    }
+    for key in ("dmuon_route", "dmuon_optimizer", "matrix_optimizer"):
+        forced = dmuon.Muon(model, param_groups=[{"params": params, "group_name": "all", key: "adamw"}])
+        assert [g["group_name"] for g in forced.param_groups] == ["all/adamw"]
+        back = dmuon.Muon(model, param_groups=[{"params": params, "group_name": "all", key: "muon"}])
+        assert len(back.param_groups[0]["params"]) == 9
+    train(model, back, 1, rank)
+
+
+@distributed(world=2)
+def test_a_frozen_group_is_left_out(rank, world):
+    """Known bug DeepSpeed 7869."""
+    model = ToyModel()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith("layers.1."))
+    model, _ = build(world, model, optimizer=False)
+    base = [p for n, p in model.named_parameters() if not n.startswith("layers.1.")]
+    frozen = [p for n, p in model.named_parameters() if n.startswith("layers.1.")]
+    optimizer = dmuon.Muon(model, param_groups=[{"params": base}, {"params": frozen, "group_name": "frozen"}])
+    assert [g["group_name"] for g in optimizer.param_groups] == ["group0/muon", "group0/adamw"]
+    train(model, optimizer, 1, rank)
+
+
+@distributed(world=2)
+def test_what_is_wrong_raises_on_every_rank(rank, world):
+    stale = ToyModel()
+    wrapped_too_late = list(stale.parameters())
+    model, _ = build(world, stale, optimizer=False)
+    base, action = split(model)
+    for groups, message in [
+        ([{"params": base}], r"leave out 6 trainable parameters, layers\.1\."),
+        ([{"params": base}, {"params": action}, {"params": action[:1]}], r"layers\.1\..* is in group 'group1' already"),
+        ([{"params": wrapped_too_late}], "is not the model's; build groups from named_parameters"),
+        ([{"params": base, "learning_rate": 1}, {"params": action}], "unknown key 'learning_rate'"),
+        ([{"params": base, "muon_lrr": 1}, {"params": action}], "did you mean 'muon_lr'"),
+        ([{"params": base, "lr": -1}, {"params": action}], r"param_groups\[0\]: muon_lr is out of range: -1"),
+        ([{"params": base}, {"params": action, "momentum": 1.0}], r"param_groups\[1\]: momentum is out of range"),
+        ([{"params": base}, {"params": action, "adamw_betas": (0.9, 1.0)}], r"adamw_betas\[1\] is out of range"),
+        ([{"lr": 1}], "'params' is missing"),
+        ([{"params": base, "group_name": "x"}, {"params": action, "group_name": "x"}], "'x' is given twice"),
+        ([{"params": base, "dmuon_route": "moun"}, {"params": action}], "did you mean 'muon'"),
+        ([{"params": base, "dmuon_route": "sharded_adamw"}, {"params": action}], "was dedicated on route 'muon'"),
+        (
+            [{"params": base, "dmuon_route": "muon", "matrix_optimizer": "adamw"}, {"params": action}],
+            "different things",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dmuon.Muon(model, param_groups=groups)
+    with pytest.raises(ValueError, match="momentum is out of range"):
+        dmuon.Muon(model, momentum=1.5)
