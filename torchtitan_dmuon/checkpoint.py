@@ -126,8 +126,8 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- resuming
 
-    def _complete_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending; the others are named in a warning."""
+    def _complete_steps(self, warn: bool = False) -> list[int]:
+        """Steps of the complete checkpoints, ascending; with ``warn`` the others are named."""
         steps = []
         for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
             match = _NAME.fullmatch(path.name)
@@ -136,7 +136,7 @@ class Checkpointer:
             problem = _incomplete_because(path)
             if problem is None:
                 steps.append(int(match[1]))
-            else:
+            elif warn:
                 logger.warning("Skipping checkpoint %s: %s", path, problem)
         return sorted(steps)
 
@@ -149,7 +149,7 @@ class Checkpointer:
         """
         if not self.config.enable:
             return None
-        steps = agree(self._complete_steps() if dist.get_rank() == 0 else None)
+        steps = agree(self._complete_steps(warn=True) if dist.get_rank() == 0 else None)
         wanted = self.config.load_step
         if wanted == -1 and not steps:
             return None

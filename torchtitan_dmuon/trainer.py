@@ -25,6 +25,7 @@ from torchtitan_dmuon.data import (
     IGNORE_INDEX,
     DataError,
     PackedDataset,
+    Tokenizer,
     build_dataset,
     build_loader,
     build_tokenizer,
@@ -64,7 +65,7 @@ class Trainer:
         # Everything that can be wrong without another rank is found before any of them waits for this one.
         dims = ParallelDims.from_config(config.parallelism, world_size)
         self.folder = _writable_folder(config)
-        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        tokenizer = _tokenizer(config)
         model_args = _model_args(config, tokenizer.vocab_size)
         check_tensor_parallel(
             dims.tp,
@@ -327,6 +328,13 @@ def _writable_folder(config: JobConfig) -> Path:
     except OSError as error:
         raise ConfigError("job.dump_folder", None, f"cannot write to {folder}: {error.strerror}") from None
     return folder
+
+
+def _tokenizer(config: JobConfig) -> Tokenizer:
+    try:
+        return build_tokenizer(config.model.hf_assets_path)
+    except ImportError as error:  # an optional package, which the message names
+        raise ConfigError("model.hf_assets_path", None, str(error)) from None
 
 
 def _model_args(config: JobConfig, tokenizer_vocab: int) -> object:

@@ -340,16 +340,19 @@ def test_parameter_never_used_has_no_momentum(rank, world):
 @distributed(world=2)
 def test_zero_grad_forgets_the_batch(rank, world, mode):
     results = []
-    for extra in (False, True):
+    for forget in (None, "optimizer", "model"):
         model, optimizer = build(world, mode=mode)
         train(model, optimizer, 1, rank)
-        if extra:
+        if forget:
             tokens, labels = batch(77, rank)
             loss_of(model(tokens), labels).backward()
-            optimizer.zero_grad()
-        train(model, optimizer, 1, rank, start=1)
+            (optimizer if forget == "optimizer" else model).zero_grad()
+        tokens, labels = batch(1, rank)
+        loss_of(model(tokens), labels).backward()
+        optimizer.step()
         results.append(full_weights(model))
     assert_same(results[1], results[0], atol=0, rtol=0)
+    assert_same(results[2], results[0], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])

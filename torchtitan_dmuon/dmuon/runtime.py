@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections import defaultdict
@@ -220,6 +221,7 @@ def dedicate_params(
     vars(model)[_ATTRIBUTE] = runtime
     fsdp2.guard_apply(model, lambda: runtime.may_move)
     model.register_state_dict_pre_hook(_refuse_state_dict)
+    vars(model)["zero_grad"] = functools.partial(_zero_grad, model, runtime)
     loads = ", ".join(f"{load:.3f}" for load in assignment.loads)
     logger.info(
         "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=[%s]",
@@ -402,6 +404,12 @@ def _take_over(pack: Pack, materialised: bool) -> None:
             torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
         vars(dp.param)[fsdp2.OWNER_MARKER] = dp.owner_rank
     pack.conceal()
+
+
+def _zero_grad(model: nn.Module, runtime: Runtime, set_to_none: bool = True) -> None:
+    """``model.zero_grad()``, which loops that do not call the optimizer's use: drops what owners hold, too."""
+    runtime.zero_grad()
+    type(model).zero_grad(model, set_to_none)
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
