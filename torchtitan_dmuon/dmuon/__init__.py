@@ -2,7 +2,13 @@
 
 from .assignment import Assignment
 from .classify import Decision, classify
-from .clip import clip_grad_norm_, clip_gradients_, clip_total_grad_norm_
+from .clip import (
+    GradientEntry,
+    clip_grad_norm_,
+    clip_gradients_,
+    clip_total_grad_norm_,
+    register_muon_grad_clip_strategy,
+)
 from .diagnostics import (
     OwnershipRow,
     format_ownership_table,
@@ -15,6 +21,7 @@ from .lanes import Lane
 from .materialize import initialize_undedicated, materialize
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
+from .ns_backend import get_backend_status, get_ns_backend
 from .runtime import (
     dedicate_params,
     get_dedicated_params,
@@ -33,6 +40,7 @@ __all__ = [
     "Assignment",
     "Decision",
     "DedicatedParam",
+    "GradientEntry",
     "Lane",
     "Muon",
     "NewtonSchulz",
@@ -44,8 +52,10 @@ __all__ = [
     "clip_total_grad_norm_",
     "dedicate_params",
     "format_ownership_table",
+    "get_backend_status",
     "get_dedicated_params",
     "get_model_state_dict",
+    "get_ns_backend",
     "get_optimizer_state_dict",
     "get_owned_params",
     "ignored_params",
@@ -55,6 +65,7 @@ __all__ = [
     "no_sync",
     "ownership_table",
     "publish_weights",
+    "register_muon_grad_clip_strategy",
     "set_gradient_divide_factor",
     "set_group_timeout",
     "set_model_state_dict",

@@ -7,7 +7,8 @@ replicated over others. One number comes out of both, with one collective and wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .lanes import Lane
 from .muon import Muon
-from .policy import ROUTES
+from .policy import nearest
 
 
 def local_norms(gradients: Iterable[torch.Tensor], norm_type: float, ranks: int) -> list[tuple[torch.Tensor, float]]:
@@ -106,23 +107,80 @@ def clip_gradients_(
     return total
 
 
+@dataclass(frozen=True)
+class GradientEntry:
+    """One dedicated Muon gradient on its owner, as a strategy sees it.
+
+    Attributes:
+        fqn: name of the parameter.
+        shape: its global shape; an owner of part of an expert stack sees that part's gradient.
+        gradient: reduced, to be scaled in place.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    gradient: torch.Tensor
+
+
+# (this rank's entries, max_norm, norm_type, lanes) -> the norm to report, the same on every rank.
+Strategy = Callable[[list[GradientEntry], float, float, Sequence[Lane]], torch.Tensor]
+
+
+_GLOBAL_NORM = "global_norm"
+_STRATEGIES: dict[str, Strategy] = {}
+
+
+def register_muon_grad_clip_strategy(name: str, strategy: Strategy) -> None:
+    """Make ``strategy`` known to :func:`clip_grad_norm_` as ``name``.
+
+    It is called on every rank, also one that owns nothing, so that it may communicate over ``lanes``.
+
+    Raises:
+        ValueError: the name is taken by another strategy.
+    """
+    if name == _GLOBAL_NORM or _STRATEGIES.setdefault(name, strategy) is not strategy:
+        raise ValueError(f"a clip strategy called {name!r} is registered already")
+
+
 @torch.no_grad()
 def clip_grad_norm_(
-    optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    optimizer: Muon,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    strategy: str = _GLOBAL_NORM,
 ) -> torch.Tensor:
-    """Clip the dedicated Muon gradients, and only them, by their global p-norm. Collective.
+    """Clip the dedicated Muon gradients, and only them. Collective.
 
     Waits for reductions in flight; clips before momentum and Newton-Schulz. A backward after it adds to the clipped
     gradients.
+
+    Args:
+        strategy: how; by default by their global p-norm. Others are registered with
+            :func:`register_muon_grad_clip_strategy`.
 
     Returns:
         The norm before clipping, a 0-D float32 tensor, the same on every rank (also when it is not finite).
 
     Raises:
-        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device).
+        ValueError: an unknown strategy, or a bound that is not positive.
+        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device); nothing is clipped then by the
+            default strategy.
     """
-    owned = _owned_gradients(optimizer, ("muon",))
-    return clip_gradients_([], max_norm, optimizer.runtime.lanes.grid, norm_type, error_if_nonfinite, owned)
+    known = (_GLOBAL_NORM, *_STRATEGIES)
+    if strategy not in known:
+        raise ValueError(f"unknown clip strategy {strategy!r}{nearest(strategy, known)}; known: {', '.join(known)}")
+    optimizer.runtime.wait_gradients()
+    lanes = optimizer.runtime.lanes.grid
+    pieces = [p for p in optimizer.runtime.owned if p.spec.route == "muon" and p.grad is not None]
+    if strategy == _GLOBAL_NORM:
+        owned = [(piece.grad, piece.copies) for piece in pieces]
+        return clip_gradients_([], max_norm, lanes, norm_type, error_if_nonfinite, owned)
+    entries = [GradientEntry(piece.fqn, piece.dp.shape, piece.grad) for piece in pieces]
+    total = _STRATEGIES[strategy](entries, max_norm, float(norm_type), lanes)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the gradient norm of strategy {strategy!r} is {total.item()}")
+    return total
 
 
 @torch.no_grad()
@@ -131,12 +189,7 @@ def clip_total_grad_norm_(
 ) -> torch.Tensor:
     """Clip all gradients of ``optimizer``, dedicated on any route and others, by one joint p-norm. Collective.
     Otherwise as :func:`clip_grad_norm_`."""
-    owned = _owned_gradients(optimizer, ROUTES)
+    optimizer.runtime.wait_gradients()
+    owned = [(piece.grad, piece.copies) for piece in optimizer.runtime.owned if piece.grad is not None]
     others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return clip_gradients_(others, max_norm, optimizer.runtime.lanes.grid, norm_type, error_if_nonfinite, owned)
-
-
-def _owned_gradients(optimizer: Muon, routes: Sequence[str]) -> list[tuple[torch.Tensor, int]]:
-    optimizer.runtime.wait_gradients()
-    pieces = [piece for piece in optimizer.runtime.owned if piece.spec.route in routes and piece.grad is not None]
-    return [(piece.grad, piece.copies) for piece in pieces]
