@@ -26,6 +26,7 @@ from torchtitan_dmuon.data import (
     DataError,
     PackedDataset,
     Tokenizer,
+    TokenLoader,
     build_dataset,
     build_loader,
     build_tokenizer,
@@ -87,14 +88,17 @@ class Trainer:
 
         dataset = dataset_of("training", training.seq_len)
         validation_set = dataset_of("validation", config.validation.seq_len) if config.validation.enable else None
-        # The batch sizes are checked here too; the data-parallel rank is known when the mesh is.
-        build_loader(
-            dataset,
-            local_batch_size=training.local_batch_size,
-            global_batch_size=training.global_batch_size,
-            dp_rank=0,
-            **loader_options,
-        )
+
+        def training_loader(dp_rank: int) -> TokenLoader:
+            return build_loader(
+                dataset,
+                local_batch_size=training.local_batch_size,
+                global_batch_size=training.global_batch_size,
+                dp_rank=dp_rank,
+                **loader_options,
+            )
+
+        training_loader(dp_rank=0)  # checks the batch sizes; the data-parallel rank is known when the mesh is
 
         set_determinism(config.debug)
         self.device = init_distributed(config.comm)
@@ -103,19 +107,14 @@ class Trainer:
         self.loss_context = loss_parallel if uses_loss_parallel(config) else contextlib.nullcontext
         _same_everywhere("training.dataset", len(dataset))
 
-        loader_options["dp_rank"] = self.meshes.dp_rank
-        self.loader = build_loader(
-            dataset,
-            local_batch_size=training.local_batch_size,
-            global_batch_size=training.global_batch_size,
-            **loader_options,
-        )
+        self.loader = training_loader(self.meshes.dp_rank)
         self.validation_loader = None
         if validation_set is not None:
             self.validation_loader = build_loader(
                 validation_set,
                 local_batch_size=config.validation.local_batch_size,
                 infinite=False,
+                dp_rank=self.meshes.dp_rank,
                 **loader_options,
             )
 
@@ -143,6 +142,10 @@ class Trainer:
         self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
 
     # ---------------------------------------------------------------- building
+
+    @property
+    def _model_name(self) -> str:
+        return f"{self.config.model.name} {self.config.model.flavor}"
 
     def _build_model(self, model_args: object) -> tuple[nn.Module, int]:
         """(parallelized model with its initial weights, model FLOPs of one token)."""
@@ -193,8 +196,7 @@ class Trainer:
         dmuon.publish_weights(self.model)
 
     def _resume(self) -> None:
-        name = f"{self.config.model.name} {self.config.model.flavor}"
-        state = self.checkpointer.load(self.config.optimizer.name, name)
+        state = self.checkpointer.load(self.config.optimizer.name, self._model_name)
         if state is None:
             return
         self.step = state.step
@@ -291,8 +293,9 @@ class Trainer:
         if self.checkpointer.due(self.step, last):
             self._raise_if_bad()
             with self.metrics.paused():
-                name = f"{config.model.name} {config.model.flavor}"
-                self.checkpointer.save(TrainState(self.step, self.loader.state_dict(), config.optimizer.name, name))
+                self.checkpointer.save(
+                    TrainState(self.step, self.loader.state_dict(), config.optimizer.name, self._model_name)
+                )
         if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
             with self.metrics.paused():
                 loss = validate(
