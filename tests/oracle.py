@@ -30,13 +30,30 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+ORACLE_SCALES = {
+    "match_rms_adamw": lambda out, inputs: 0.2 * math.sqrt(max(out, inputs)),
+    "original": lambda out, inputs: math.sqrt(max(1.0, out / inputs)),
+    "spectral": lambda out, inputs: math.sqrt(out / inputs),
+    "unit": lambda out, inputs: 1.0,
+}
+
+
 class OracleMuon:
-    """One matrix at a time; AdamW for the rest."""
+    """One matrix at a time; AdamW for the rest.
+
+    ``parts(name, shape)`` may cut a weight into matrices: a list of (rows, columns), each a list of indices or a slice.
+    ``transposed(name)`` says that a weight is stored [in, out].
+    """
 
     def __init__(
         self, model, is_muon, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.0, adamw_lr=1e-3,
-        adamw_betas=(0.9, 0.999), adamw_weight_decay=0.01, adamw_eps=1e-8,
+        adamw_betas=(0.9, 0.999), adamw_weight_decay=0.01, adamw_eps=1e-8, scale="match_rms_adamw", normuon_beta2=None,
+        cautious=False, parts=None, transposed=lambda name: False,
     ):  # fmt: skip
+        self.scale, self.beta2, self.cautious = ORACLE_SCALES[scale], normuon_beta2, cautious
+        self.parts = parts or (lambda name, shape: [(slice(None), slice(None))])
+        self.transposed = transposed
+        self.second = {}
         self.matrices = {n: p for n, p in model.named_parameters() if is_muon(n, p) and p.requires_grad}
         rest = [p for n, p in model.named_parameters() if n not in self.matrices and p.requires_grad]
         self.lr, self.mu, self.nesterov, self.wd = lr, momentum, nesterov, weight_decay
@@ -53,11 +70,27 @@ class OracleMuon:
                 continue
             m = self.momentum.setdefault(name, torch.zeros_like(p))
             m.mul_(self.mu).add_(p.grad)
-            u = orthogonalize(p.grad + self.mu * m if self.nesterov else m)
-            p.mul_(1 - self.lr * self.wd)
-            p.sub_((self.lr * 0.2 * math.sqrt(max(p.shape)) * u).to(p.dtype))
+            whole = p.grad + self.mu * m if self.nesterov else m
+            for index, (rows, columns) in enumerate(self.parts(name, tuple(p.shape))):
+                u = orthogonalize(whole[rows][:, columns])
+                w = p[rows][:, columns]
+                out, inputs = reversed(u.shape) if self.transposed(name) else u.shape
+                if self.beta2 is not None:
+                    u = self.normalize_neurons((name, index), u.T if self.transposed(name) else u)
+                    u = u.T if self.transposed(name) else u
+                decays = (u * w >= 0) if self.cautious else 1.0
+                w = w - self.lr * self.wd * decays * w - (self.lr * self.scale(out, inputs) * u).to(p.dtype)
+                wanted = torch.arange(p.numel()).view(p.shape)[rows][:, columns]
+                p.view(-1)[wanted.flatten()] = w.flatten().to(p.dtype)
         self.adamw.step()
         self.zero_grad()
+
+    def normalize_neurons(self, key, u):
+        """NorMuon: one value a row."""
+        mean = (u * u).sum(1) / u.shape[1]
+        self.second[key] = self.beta2 * self.second.get(key, 0.0) + (1 - self.beta2) * mean
+        scaled = u / (self.second[key].sqrt()[:, None] + 1e-10)
+        return scaled * (u.norm() / scaled.norm())
 
     def zero_grad(self):
         self.model.zero_grad(set_to_none=True)

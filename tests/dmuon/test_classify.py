@@ -158,6 +158,7 @@ COMMON = {
 LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def llama():
@@ -200,7 +201,7 @@ HF_MODELS = [
     (qwen3, "model.layers", LINEARS, False),
     (gemma2, "model.layers", LINEARS, True),
     (gpt2, "transformer.h", GPT2, True),
-    (qwen3_moe, "model.layers", LINEARS[:4], False),
+    (qwen3_moe, "model.layers", LINEARS[:4] + EXPERTS, False),
 ]
 
 
@@ -211,11 +212,12 @@ def test_huggingface(build, blocks, leaves, tied):
     model = build_on_meta(build)
     if tied:
         model.tie_weights()  # building on meta may untie
-    assert set(muon_names(model)) == {f"{blocks}.{i}.{leaf}.weight" for i in range(2) for leaf in leaves}
+    expected = {f"{blocks}.{i}.{leaf}" + ("" if "experts" in leaf else ".weight") for i in range(2) for leaf in leaves}
+    assert set(muon_names(model)) == expected
     decisions = classify(model)
     assert list(decisions) == [name for name, _ in model.named_parameters()]
     assert ("lm_head.weight" in decisions) != tied
-    kinds = ("embed", "wte", "wpe", "lm_head", "norm", "ln_", "bias", "mlp.gate.", "router", "experts")
+    kinds = ("embed", "wte", "wpe", "lm_head", "norm", "ln_", "bias", "mlp.gate.", "router")
     for name, decision in decisions.items():
         if any(kind in name for kind in kinds):
             assert not decision.muon, name

@@ -1,7 +1,7 @@
 """HuggingFace models as they are: the guide's recipe on small random ones equals one process.
 
-The oracle orthogonalises every matrix by itself: each expert of a stack, and GPT-2's ``Conv1D`` weights as they are
-stored, [in, out]. The guide's wrapping order is kept: dedicate, ``fully_shard`` on each layer, then on the root.
+The oracle orthogonalises every matrix by itself: each expert of a stack, and query, key, value, gate and up where they
+are stored together. The guide's wrapping order is kept: dedicate, ``fully_shard`` on each layer, then on the root.
 """
 
 import math
@@ -56,6 +56,21 @@ FAMILIES = {
         "eager",
         "transformer.h",
     ),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**ROTARY, "hidden_size": 32, "pad_token_id": 0, "resid_pdrop": 0.0},
+        "sdpa",
+        "model.layers",
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {**SHARED, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3}
+        | {"max_position_embeddings": 32},
+        "eager",
+        "gpt_neox.layers",
+    ),
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -86,9 +101,21 @@ def make(family):
 
 
 def selection(model):
-    """The default classifier's, sizes aside, and stacks of experts."""
-    names = {name for name, decision in dmuon.classify(model, min_matrix_dim=8).items() if decision.muon}
-    return names | {n for n, _ in model.named_parameters() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    """The default classifier's, sizes aside."""
+    return {name for name, decision in dmuon.classify(model, min_matrix_dim=8).items() if decision.muon}
+
+
+def matrices_in(name, weight):
+    """The matrices a 2-D weight holds, as views of it: the last dimension is a matrix's last, the others its rows."""
+    if "c_attn" in name:  # [in, (query, key, value)]
+        return weight.chunk(3, dim=1)
+    if "gate_up_proj" in name:
+        return weight.chunk(2, dim=0)
+    if "qkv_proj" in name:  # 4 query heads of 8, 2 of keys, 2 of values
+        return weight.split([32, 16, 16])
+    if "query_key_value" in name:  # [heads, (query, key, value), head_dim]
+        return weight.view(3, 3, 8, weight.shape[1]).unbind(1)
+    return [weight]
 
 
 def tokens_of(step, rank):
@@ -117,7 +144,7 @@ def dedicate(family, world, mode="z3", **kwargs):
 
 
 class Oracle:
-    """Muon on every 2-D slice of what is selected, AdamW on the rest."""
+    """Muon on every matrix in what is selected, AdamW on the rest."""
 
     def __init__(self, model):
         self.model = model
@@ -138,9 +165,11 @@ class Oracle:
             self.momentum[name].mul_(0.95).add_(p.grad)
             p.mul_(1 - HYPER["lr"] * HYPER["weight_decay"])
             stacks = [x if p.ndim == 3 else x[None] for x in (p, p.grad, self.momentum[name])]
-            for weight, grad, momentum in zip(*stacks, strict=True):
-                update = orthogonalize(grad + 0.95 * momentum)
-                weight.sub_((HYPER["lr"] * 0.2 * math.sqrt(max(weight.shape)) * update).float())
+            for whole in zip(*stacks, strict=True):
+                for weight, grad, momentum in zip(*(matrices_in(name, each) for each in whole), strict=True):
+                    update = orthogonalize((grad + 0.95 * momentum).flatten(0, -2))
+                    scale = HYPER["lr"] * 0.2 * math.sqrt(max(update.shape))
+                    weight.sub_((scale * update).float().view(weight.shape))
         self.adamw.step()
         self.model.zero_grad()
 
@@ -152,11 +181,17 @@ def check_selection(family, model):
         "qwen3": 2 * 7,
         "qwen3_moe": 2 * (4 + 2),
         "gpt2": 2 * 4,
+        "phi3": 2 * 4,
+        "gpt_neox": 2 * 4,
         "gemma2": 2 * 7,
     }[family]
     selected = [dp.fqn for dp in dmuon.get_dedicated_params(model)]
     assert len(selected) == expected, selected
-    assert not [name for name in selected if any(word in name for word in ("embed", "lm_head", "wte", "wpe", "gate.w"))]
+    assert not [
+        name
+        for name in selected
+        if any(word in name for word in ("embed", "lm_head", "wte", "wpe", "embed_in", "embed_out", "gate.w"))
+    ]
     if family == "gpt2":
         shapes = {dp.fqn.split(".", 3)[3]: dp.shape for dp in dmuon.get_dedicated_params(model)}
         assert shapes["attn.c_attn.weight"] == (24, 72)  # [in, out]

@@ -1,6 +1,7 @@
 """Distributed Muon with dedicated ownership. The public names are listed in ``dmuon.py`` at the repository's root."""
 
 from .assignment import Assignment
+from .blocks import Block, BlockSplit, split_equal, split_heads, split_interleaved, split_sizes
 from .classify import Decision, classify
 from .clip import (
     GradientEntry,
@@ -22,6 +23,7 @@ from .materialize import initialize_undedicated, materialize
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
 from .ns_backend import get_backend_status, get_ns_backend
+from .qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
 from .runtime import (
     dedicate_params,
     get_dedicated_params,
@@ -38,14 +40,20 @@ from .storage import DedicatedParam, Piece
 __all__ = [
     "COEFFICIENTS",
     "Assignment",
+    "Block",
+    "BlockSplit",
     "Decision",
     "DedicatedParam",
     "GradientEntry",
+    "HeadWeights",
     "Lane",
     "Muon",
     "NewtonSchulz",
     "OwnershipRow",
     "Piece",
+    "QKClip",
+    "QKClipLayer",
+    "attention_heads",
     "classify",
     "clip_grad_norm_",
     "clip_gradients_",
@@ -60,6 +68,7 @@ __all__ = [
     "get_owned_params",
     "ignored_params",
     "initialize_undedicated",
+    "latent_attention_heads",
     "materialize",
     "newton_schulz",
     "no_sync",
@@ -71,6 +80,10 @@ __all__ = [
     "set_model_state_dict",
     "set_requires_all_reduce",
     "set_timeout",
+    "split_equal",
+    "split_heads",
+    "split_interleaved",
+    "split_sizes",
     "summarize_comm_plan",
     "summarize_param_groups",
 ]

@@ -86,20 +86,26 @@ def _decide(
         return Decision(False, "embedding or head")
     if param.ndim < 2:
         return Decision(False, f"{param.ndim}-D")
-    if not _is_linear(module) or leaf != "weight":
+    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
+    if not is_linear and not is_expert_stack(module, param):
         return Decision(False, f"not the weight of a linear layer ({type(module).__name__}.{leaf})")
     if block_of(model, module_name) is None:
         return Decision(False, "outside the repeated blocks")
     if _is_router(model, module_name, module):
         return Decision(False, "router")
-    if min(param.shape) < min_matrix_dim:
-        return Decision(False, f"thin: smaller side {min(param.shape)} < {min_matrix_dim}")
+    if min(param.shape[-2:]) < min_matrix_dim:
+        return Decision(False, f"thin: smaller side {min(param.shape[-2:])} < {min_matrix_dim}")
     return Decision(True, f"{type(module).__name__} in a block")
 
 
-def _is_linear(module: nn.Module) -> bool:
-    # transformers' Conv1D (GPT-2) is a linear layer stored [in, out]; known by name, since transformers is optional.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' ``Conv1D`` (GPT-2), a linear layer stored [in, out]; by name, since transformers is optional."""
+    return type(module).__name__ == "Conv1D"
+
+
+def is_expert_stack(module: nn.Module, param: nn.Parameter) -> bool:
+    """A [E, m, n] parameter of a module that holds the experts of a layer."""
+    return type(module).__name__.endswith("Experts") and param.ndim == 3
 
 
 def _is_router(model: nn.Module, module_name: str, module: nn.Module) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,55 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from . import adamw
 from .fsdp2 import sharded_parameters
+from .matrices import SCALES, MatrixStack, MatrixView, UpdateRule, check_normuon, neuron_dim
 from .newton_schulz import NewtonSchulz
 from .param_groups import lower_param_groups
+from .qk_clip import QKClip
 from .runtime import runtime_of
 from .storage import Piece
-
-# Elements of one float32 stack in the update; the workspace of a step is a small multiple of it.
-_STACK_ELEMENTS = 1 << 27
-
-SCALES: dict[str, Callable[[int, int], float]] = {
-    # The update's RMS matches AdamW's (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982).
-    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
-    # Keller Jordan's, "Muon", 2024: tall matrices move more.
-    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
-    # Bernstein, "Deriving Muon", 2025: the update has spectral norm sqrt(out / in).
-    "spectral": lambda m, n: math.sqrt(m / n),
-    "unit": lambda m, n: 1.0,
-}
-
-
-class MatrixStack:
-    """The owned matrices of one shape in one parameter group: one momentum tensor, one Newton-Schulz.
-
-    Attributes:
-        pieces: each [m, n], or [E, m, n] with E matrices.
-        momentum: [B, m, n] in ``optim_dtype``.
-    """
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
-        self.matrix_shape = pieces[0].shape[-2:]
-        self._ends = list(itertools.accumulate(piece.numel // math.prod(self.matrix_shape) for piece in pieces))
-        first = pieces[0]
-        self.momentum = torch.zeros(
-            (self._ends[-1], *self.matrix_shape), dtype=first.spec.optim_dtype, device=first.master.device
-        )
-
-    def momentum_of(self, index: int) -> torch.Tensor:
-        """The momentum of one piece, in its shape."""
-        start = self._ends[index - 1] if index else 0
-        return self.momentum[start : self._ends[index]].view(self.pieces[index].shape)
-
-    def chunks(self) -> Iterator[tuple[list[Piece], torch.Tensor]]:
-        """Runs of pieces that fit the workspace (or one piece that does not), with their momentum."""
-        first = begin = 0
-        for index, end in enumerate(self._ends):
-            following = self._ends[index + 1] if index + 1 < len(self._ends) else None
-            if following is None or (following - begin) * math.prod(self.matrix_shape) > _STACK_ELEMENTS:
-                yield self.pieces[first : index + 1], self.momentum[begin:end]
-                first, begin = index + 1, end
 
 
 class Muon(torch.optim.Optimizer):
@@ -85,6 +40,9 @@ class Muon(torch.optim.Optimizer):
             Its keys override the arguments above.
         ns_backend: ``gram``, ``direct`` or a ``NewtonSchulz``, whose own number of steps then counts.
         scale: per-matrix factor of the update, a name of ``SCALES``.
+        normuon: NorMuon's equalised neurons (Li et al., arXiv 2510.05491), with ``normuon_beta2``.
+        cautious_weight_decay: matrices decay only where the update does not oppose it (Chen et al., arXiv 2510.12402).
+        qk_clip: bounds attention logits after every update (``qk_clip.py``).
         adamw_implementation: ``fused``, ``foreach`` or ``for-loop``.
 
     Raises:
@@ -106,10 +64,16 @@ class Muon(torch.optim.Optimizer):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         ns_backend: str | NewtonSchulz = "gram",
         scale: str = "match_rms_adamw",
+        normuon: bool = False,
+        normuon_beta2: float = 0.95,
+        cautious_weight_decay: bool = False,
+        qk_clip: QKClip | None = None,
         adamw_implementation: str = "fused",
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
+        if not 0.0 <= normuon_beta2 < 1.0:
+            raise ValueError(f"normuon_beta2 is out of range: {normuon_beta2}")
         self.runtime = runtime_of(model)
         for piece in self.runtime.owned:
             if piece.master is None:
@@ -119,7 +83,11 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(ns_backend, NewtonSchulz):
             ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
         self.newton_schulz = ns_backend
-        self._scale = SCALES[scale]
+        beta2 = normuon_beta2 if normuon else None
+        self.rule = UpdateRule(self.newton_schulz, scale, beta2, cautious_weight_decay)
+        self.qk_clip = qk_clip
+        if qk_clip is not None:
+            qk_clip.check(self.runtime)
         dedicated = {dp.param for dp in self.runtime.params}
         trainable = {name: p for name, p in sharded_parameters(model) if p.requires_grad}
         others = [param for param in trainable.values() if param not in dedicated]
@@ -170,24 +138,40 @@ class Muon(torch.optim.Optimizer):
                 pieces[piece.param].append(piece)
         stacks, adamw_pieces = [], []
         for group in self.param_groups:
-            by_shape: dict[tuple, list[Piece]] = defaultdict(list)
+            by_shape: dict[tuple, list[MatrixView]] = defaultdict(list)
             for piece in (piece for param in group["params"] for piece in pieces.get(param, ())):
                 if piece.spec.route == "muon":
-                    by_shape[(piece.shape[-2:], piece.spec.optim_dtype)].append(piece)
+                    for view in self._matrix_views(piece):
+                        by_shape[(view.shape, piece.spec.transposed, piece.spec.optim_dtype)].append(view)
                 else:
                     state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
                     self.state[piece.param].update(state)
                     adamw_pieces.append((group, piece))
-            for stacked in by_shape.values():
-                stack = MatrixStack(stacked)
-                for index, piece in enumerate(stacked):
-                    self.state[piece.param][state_key(piece, "momentum_buffer")] = stack.momentum_of(index)
-                stacks.append((group, stack))
+            stacks += [(group, MatrixStack(views)) for views in by_shape.values()]
         return stacks, adamw_pieces
+
+    def _matrix_views(self, piece: Piece) -> list[MatrixView]:
+        """The matrices of one piece, on their state, which is created here."""
+        state = {"momentum_buffer": torch.zeros_like(piece.master, dtype=piece.spec.optim_dtype)}
+        if self.rule.normuon_beta2 is not None:
+            check_normuon(piece)
+            inputs = -1 if neuron_dim(piece) == -2 else -2
+            like = piece.master.narrow(inputs, 0, 1)
+            state["second_moment"] = torch.zeros_like(like, dtype=torch.float32, memory_format=torch.contiguous_format)
+        self.state[piece.param].update({state_key(piece, name): value for name, value in state.items()})
+        blocks = (None,) if piece.spec.blocks is None else piece.spec.blocks.blocks
+        return [MatrixView(piece, block, state["momentum_buffer"], state.get("second_moment")) for block in blocks]
+
+    @property
+    def newton_schulz_flops(self) -> int:
+        """Floating-point operations of Newton-Schulz in one step on this rank."""
+        return sum(stack.count * self.newton_schulz.flops(*stack.shape) for _, stack in self._stacks)
 
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """The state of one owned piece, by its plain names."""
-        names = ("momentum_buffer",) if piece.spec.route == "muon" else ("step", "exp_avg", "exp_avg_sq")
+        names = ("step", "exp_avg", "exp_avg_sq")
+        if piece.spec.route == "muon":
+            names = ("momentum_buffer",) if self.rule.normuon_beta2 is None else ("momentum_buffer", "second_moment")
         return {name: self.state[piece.param][state_key(piece, name)] for name in names}
 
     @torch.no_grad()
@@ -210,10 +194,11 @@ class Muon(torch.optim.Optimizer):
         if runtime.schedule.has_gradients:
             runtime.wait_publish()  # sources may be masters
             for group, stack in self._stacks:
-                for pieces, momentum in stack.chunks():
-                    self._update(group, pieces, momentum, found_inf)
+                stack.update(group, self.rule, found_inf)
             for group, piece in self._adamw_pieces:
                 adamw.update(piece, self.state[piece.param], group, found_inf)
+            if self.qk_clip is not None:
+                self.qk_clip.apply(runtime, found_inf)
             runtime.publish()
         for group, plain in self.plain_adamw:
             for inner in plain.param_groups:
@@ -230,35 +215,6 @@ class Muon(torch.optim.Optimizer):
         if os.environ.get("DMUON_ISOLATED_PG_BARRIER") == "1":
             runtime.barrier()
         return loss
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        pieces: list[Piece],
-        momentum: torch.Tensor,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        """Momentum, Newton-Schulz and weight update of B equal matrices [m, n]. What depends on the data (was there
-        any gradient, is everything finite) stays on the device as 0/1 factors, so the host never waits."""
-        shape = momentum.shape[1:]
-        grads = torch.cat([piece.grad.view(-1, *shape) for piece in pieces]).to(momentum.dtype)
-        counts = torch.cat([piece.grad_count.expand(piece.numel // shape.numel()) for piece in pieces])
-        moves = counts.ne(0).float()  # [B]
-        if found_inf is not None:
-            moves = moves * (found_inf == 0)
-            grads.masked_fill_(moves.eq(0)[:, None, None], 0.0)
-        mu = group["momentum"]
-        momentum.mul_((1.0 - (1.0 - mu) * moves).to(momentum.dtype)[:, None, None]).add_(grads)
-        update = grads.add_(momentum, alpha=mu) if group["nesterov"] else momentum
-        update = self.newton_schulz(update)
-        update.mul_((group["lr"] * self._scale(*shape) * moves)[:, None, None])
-        decay = 1.0 - group["lr"] * group["weight_decay"] * moves
-        start = 0
-        for piece in pieces:
-            stop = start + piece.numel // shape.numel()
-            master = piece.master.view(-1, *shape)
-            master.mul_(decay[start:stop, None, None]).sub_(update[start:stop])
-            start = stop
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: reduced, in flight, and of FSDP2 parameters."""

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .blocks import BlockSplit
+from .fused import MatrixLayout
+
 # muon: an owner runs Muon. adamw: an owner runs AdamW. sharded_adamw: every rank runs AdamW on its rows.
 ROUTES = ("muon", "adamw", "sharded_adamw")
 
@@ -38,6 +41,9 @@ class ParamSpec:
             ``param_dtype`` was declared and the whole boundary shares it.
         reason: why the parameter is dedicated, for the ownership table.
         declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
+        transposed: its matrices are stored [in, out] instead of [out, in], which some scales and NorMuon look at.
+        blocks: the matrices of a fused weight, each orthogonalised by itself; ``None`` for one. A rule may also give
+            a function of the shape, as ``split_heads(128)``.
     """
 
     fqn: str
@@ -52,6 +58,8 @@ class ParamSpec:
     cast_forward_inputs: bool | None = None
     reason: str = ""
     declares_param_dtype: bool = False
+    transposed: bool = False
+    blocks: BlockSplit | None = None
 
 
 SETTABLE = (
@@ -62,6 +70,8 @@ SETTABLE = (
     "optim_dtype",
     "output_dtype",
     "cast_forward_inputs",
+    "transposed",
+    "blocks",
 )
 _DTYPE_KEYS = tuple(key for key in SETTABLE if key.endswith("_dtype"))
 
@@ -87,20 +97,25 @@ def resolve_specs(
     reasons: Mapping[str, str],
     param_policy: Mapping[str, Any] | None = None,
     route_hint_fn: Callable[[str, nn.Parameter], str | None] | None = None,
+    layouts: Mapping[str, MatrixLayout] | None = None,
 ) -> dict[str, ParamSpec]:
     """Apply the rules to the selected parameters.
 
     Precedence, field by field: built-in default < ``param_policy["defaults"]`` < ``route_hint_fn`` < overrides in
     their order (the last match wins).
 
+    ``layouts`` are the table's, by name (``fused.py``).
+
     Raises:
-        ValueError: an unknown key, route or dtype; an override that matches none of the selected parameters; a
-            parameter on the ``muon`` route that is neither a matrix nor a stack of them, or a scalar on
-            ``sharded_adamw``; a dtype the runtime cannot reduce in.
+        ValueError: an unknown key, route or dtype; blocks that do not fit; an override that matches none of the
+            selected parameters; a parameter on the ``muon`` route that is neither a matrix nor a stack of them, or a
+            scalar on ``sharded_adamw``; a dtype the runtime cannot reduce in.
     """
     defaults, overrides = _parse(param_policy)
     specs: dict[str, ParamSpec] = {}
+    layouts = layouts or {}
     for fqn, param in selected.items():
+        layout = layouts.get(fqn, MatrixLayout())
         spec = ParamSpec(
             fqn=fqn,
             shape=tuple(param.shape),
@@ -108,6 +123,8 @@ def resolve_specs(
             trainable=param.requires_grad,
             param_dtype=param.dtype,
             reason=reasons.get(fqn, ""),
+            transposed=layout.transposed,
+            blocks=layout.blocks,
         )
         spec = replace(spec, **defaults)
         if route_hint_fn is not None and (hint := route_hint_fn(fqn, param)) is not None:
@@ -123,9 +140,25 @@ def resolve_specs(
                 )
             for fqn in hits:
                 specs[fqn] = replace(specs[fqn], **values)
+    specs = {fqn: _resolve_blocks(spec) for fqn, spec in specs.items()}
     for spec in specs.values():
         _validate(spec)
     return specs
+
+
+def _resolve_blocks(spec: ParamSpec) -> ParamSpec:
+    """A rule's function becomes a split, which must cut the matrix exactly. Off the muon route, where a group may still
+    force a parameter onto it, what does not fit is left out."""
+    if spec.blocks is None or len(spec.shape) not in (2, 3):
+        return replace(spec, blocks=None)
+    try:
+        blocks = spec.blocks(spec.shape) if callable(spec.blocks) else spec.blocks
+        blocks.check(spec.shape)
+    except ValueError as error:
+        if spec.route == "muon":
+            raise ValueError(f"{spec.fqn}: {error}") from None
+        return replace(spec, blocks=None)
+    return replace(spec, blocks=blocks if len(blocks.blocks) > 1 else None)
 
 
 def _parse(policy: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[tuple[list[str], dict[str, Any]]]]:
@@ -159,8 +192,13 @@ def _check(key: str, value: Any, where: str) -> Any:
     may_be_none = key == "output_dtype" and value is None
     if key in _DTYPE_KEYS and not may_be_none and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise ValueError(f"{where}: {key} must be a floating torch.dtype, got {value!r}")
-    if key == "cast_forward_inputs" and not isinstance(value, bool):
-        raise ValueError(f"{where}: cast_forward_inputs must be True or False, got {value!r}")
+    if key in ("cast_forward_inputs", "transposed") and not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} must be True or False, got {value!r}")
+    if key == "blocks" and not (value is None or callable(value) or isinstance(value, BlockSplit)):
+        raise ValueError(
+            f"{where}: blocks must be a split (dmuon.split_sizes, split_equal, split_heads, split_interleaved), a "
+            f"function of the shape, or None, got {value!r}"
+        )
     return value
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from . import fsdp2
 from .assignment import Assignment, MatrixCost, assign
 from .classify import block_of, canonical_fqn, classify, is_bare_container
+from .fused import matrix_layouts
 from .hooks import register_hooks
 from .mesh import GROUP_POLICIES, Lanes, Layout, build_lanes, build_layout
 from .newton_schulz import newton_schulz_flops
@@ -196,7 +197,7 @@ def dedicate_params(
     selected, why, skipped = _select(model, predicate, reasons or {})
     tp_mesh = tp_mesh if tp_mesh is not None else _tp_mesh_of(selected)
     tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
-    specs = resolve_specs(selected, why, param_policy, route_hint_fn)
+    specs = resolve_specs(selected, why, param_policy, route_hint_fn, matrix_layouts(model))
     boundaries = _boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
     casts = {
         boundary: boundary_dtypes(boundary, [specs[fqn] for fqn in specs if boundaries[fqn] == boundary])
@@ -294,7 +295,10 @@ def _cost(spec: ParamSpec, unit: str, start: int, stop: int) -> MatrixCost:
     elements = math.prod((stop - start, *spec.shape[1:]))
     flops = 0
     if spec.route == "muon" and spec.trainable:
-        flops = newton_schulz_flops(*spec.shape[-2:]) * (stop - start if len(spec.shape) == 3 else 1)
+        shapes = [spec.shape[-2:]]
+        if spec.blocks is not None:
+            shapes = [spec.blocks.shape_of(block, spec.shape) for block in spec.blocks.blocks]
+        flops = sum(newton_schulz_flops(*shape) for shape in shapes) * (stop - start if len(spec.shape) == 3 else 1)
     return MatrixCost(_part_name(spec, start, stop), unit, flops, elements * spec.master_dtype.itemsize)
 
 

@@ -128,10 +128,13 @@ def _logical(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
     logical = {}
     for fqn, found in parts.items():
         piece, tensor = found[0]
-        if piece.is_whole or tensor.shape != piece.shape:
+        if piece.is_whole or tensor.ndim == 0:
             logical[fqn] = tensor
         else:
-            logical[fqn] = Chunks.of(piece.dp.shape, [(part, _offset(p)) for p, part in found if part.numel()])
+            # A statistic of rows has one column where the weight has many.
+            sizes = zip(piece.dp.shape, piece.shape, tensor.shape, strict=True)
+            whole = tuple(full if held == part else held for full, part, held in sizes)
+            logical[fqn] = Chunks.of(whole, [(part, _offset(p)) for p, part in found if part.numel()])
     return {fqn: tensor for fqn, tensor in logical.items() if tensor is not None}
 
 

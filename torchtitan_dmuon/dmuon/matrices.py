@@ -1,0 +1,186 @@
+"""The matrices an owner updates, and the passes over them before and after Newton-Schulz.
+
+A piece is one matrix, a run of experts, or either cut into blocks; ``MatrixView`` is one block of it, ``MatrixStack``
+the views of one shape, which go through Newton-Schulz together. What depends on the data (was there any gradient, is
+everything finite) stays on the device as 0/1 factors, so the host never waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import COLUMNS, Block, put, take
+from .storage import Piece
+
+# Elements of one float32 stack in the update; the workspace of a step is a small multiple of it.
+_STACK_ELEMENTS = 1 << 27
+
+# What NorMuon divides by is kept away from zero (the authors' value).
+_NORMUON_EPS = 1e-10
+
+# Of a matrix [m, n] stored [out, in].
+SCALES: dict[str, Callable[[int, int], float]] = {
+    # The update's RMS matches AdamW's (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982).
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    # Keller Jordan's, "Muon", 2024: tall matrices move more.
+    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
+    # Bernstein, "Deriving Muon", 2025: the update has spectral norm sqrt(out / in).
+    "spectral": lambda m, n: math.sqrt(m / n),
+    "unit": lambda m, n: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What all matrices of an optimizer have in common.
+
+    Attributes:
+        orthogonalize: [B, m, n] -> float32 [B, m, n].
+        scale: a name of ``SCALES``.
+        normuon_beta2: decay of NorMuon's second moment; ``None`` without NorMuon.
+        cautious_weight_decay: decay only where the update does not oppose it.
+    """
+
+    orthogonalize: Callable[[torch.Tensor], torch.Tensor]
+    scale: str
+    normuon_beta2: float | None
+    cautious_weight_decay: bool
+
+
+class MatrixView:
+    """One block of an owned piece, or all of it: ``count`` matrices of one shape.
+
+    Attributes:
+        shape: [m, n] as stored.
+        momentum: of the piece, in its shape and ``optim_dtype``.
+        second_moment: of the piece, one value a neuron (a row; a column where the weight is stored transposed), or
+            ``None``.
+    """
+
+    def __init__(
+        self, piece: Piece, block: Block | None, momentum: torch.Tensor, second_moment: torch.Tensor | None
+    ) -> None:
+        self.piece = piece
+        self.momentum = momentum
+        self.second_moment = second_moment
+        self._block = block
+        self._dim = piece.spec.blocks.dim if block is not None else 0
+        self.shape = piece.shape[-2:] if block is None else piece.spec.blocks.shape_of(block, piece.shape)
+        self.count = piece.numel // math.prod(piece.shape[-2:])
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block of a tensor of the piece, [count, m, n]: shares memory where the block is one run."""
+        matrices = tensor.view(-1, *tensor.shape[-2:])
+        return matrices if self._block is None else take(matrices, self._block, self._dim)
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write back what :meth:`take` gave and was changed in place."""
+        if self._block is not None:
+            put(tensor.view(-1, *tensor.shape[-2:]), self._block, self._dim, values)
+
+    def moves(self, found_inf: torch.Tensor | None) -> torch.Tensor:
+        """0-D float: one where some rank had a gradient and everything is finite, else zero."""
+        moves = self.piece.grad_count.ne(0).float()
+        return moves if found_inf is None else moves * (found_inf == 0)
+
+
+def neuron_dim(piece: Piece) -> int:
+    """The dimension of a piece that counts its output neurons."""
+    return -1 if piece.spec.transposed else -2
+
+
+def check_normuon(piece: Piece) -> None:
+    """Raises ValueError for blocks that cut neurons apart, whose statistics would not be per neuron."""
+    blocks = piece.spec.blocks
+    if blocks is not None and (blocks.dim == COLUMNS) != piece.spec.transposed:
+        raise ValueError(f"normuon: the blocks of {piece.fqn} ({blocks}) cut along its inputs; leave blocks out for it")
+
+
+class MatrixStack:
+    """The matrices of one shape, orientation and dtype in one parameter group."""
+
+    def __init__(self, views: list[MatrixView]) -> None:
+        self.views = views
+        self.shape = views[0].shape
+        self._transposed = views[0].piece.spec.transposed
+
+    @property
+    def count(self) -> int:
+        return sum(view.count for view in self.views)
+
+    def _chunks(self) -> Iterator[list[MatrixView]]:
+        """Runs of views that fit the workspace (or one view that does not)."""
+        chunk: list[MatrixView] = []
+        for view in self.views:
+            if chunk and (sum(v.count for v in chunk) + view.count) * math.prod(self.shape) > _STACK_ELEMENTS:
+                yield chunk
+                chunk = []
+            chunk.append(view)
+        yield chunk
+
+    def update(self, group: dict, rule: UpdateRule, found_inf: torch.Tensor | None) -> None:
+        """Momentum, Newton-Schulz and weight update, by the hyperparameters of the parameter group."""
+        neurons, inputs = reversed(self.shape) if self._transposed else self.shape
+        step_size = group["lr"] * SCALES[rule.scale](neurons, inputs)
+        for views in self._chunks():
+            moves = [view.moves(found_inf) for view in views]
+            x = self._nesterov_input(views, moves, group["momentum"], group["nesterov"], found_inf is not None)
+            update = rule.orthogonalize(x)
+            for view, move, part in zip(views, moves, _split(update, views), strict=True):
+                if rule.normuon_beta2 is not None:
+                    _equalize_neurons(view, part, move, rule.normuon_beta2)
+                part.mul_(step_size * move)
+                _apply(view, part, group["lr"] * group["weight_decay"] * move, rule.cautious_weight_decay)
+
+    def _nesterov_input(
+        self, views: list[MatrixView], moves: list[torch.Tensor], mu: float, nesterov: bool, mask: bool
+    ) -> torch.Tensor:
+        """Update the momenta, ``M = mu M + G``, and return ``G + mu M`` (or ``M``) as float32 [B, m, n]."""
+        x = torch.empty((sum(view.count for view in views), *self.shape), device=views[0].momentum.device)
+        for view, move, part in zip(views, moves, _split(x, views), strict=True):
+            grad = view.take(view.piece.grad)
+            if mask:  # what is not finite must not reach the momentum, not even times zero
+                grad = torch.where(move > 0, grad, 0.0)
+            momentum = view.take(view.momentum)
+            momentum.mul_(1.0 - (1.0 - mu) * move).add_(grad)
+            view.put(view.momentum, momentum)
+            if nesterov:
+                torch.add(grad, momentum, alpha=mu, out=part)
+            else:
+                part.copy_(momentum)
+        return x
+
+
+def _split(stack: torch.Tensor, views: list[MatrixView]) -> Iterator[torch.Tensor]:
+    """The part of a [B, m, n] stack that belongs to each view."""
+    ends = itertools.accumulate(view.count for view in views)
+    return (stack[end - view.count : end] for view, end in zip(views, ends, strict=True))
+
+
+def _equalize_neurons(view: MatrixView, update: torch.Tensor, move: torch.Tensor, beta2: float) -> None:
+    """NorMuon (Li et al., arXiv 2510.05491): divide every neuron's update [count, m, n] by the root of the running mean
+    of its squares, and give the result the Frobenius norm it had."""
+    dim = neuron_dim(view.piece)
+    along = -1 if dim == -2 else -2
+    second = view.take(view.second_moment)
+    second.lerp_(update.square().mean(dim=along, keepdim=True).to(second.dtype), (1.0 - beta2) * move)
+    view.put(view.second_moment, second)
+    norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True)
+    update.div_(second.sqrt().add_(_NORMUON_EPS))
+    update.mul_(norm / torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True).clamp_(min=_NORMUON_EPS))
+
+
+def _apply(view: MatrixView, update: torch.Tensor, decay: torch.Tensor, cautious: bool) -> None:
+    """``W -= decay * W``, then ``W -= update``. Cautious weight decay (Chen et al., arXiv 2510.12402) decays only where
+    the update and the weight have the same sign, or one of them is zero."""
+    master = view.take(view.piece.master)
+    kept = 1.0 - decay
+    if cautious:
+        kept = torch.where(update * master >= 0, kept, 1.0)
+    master.mul_(kept).sub_(update)
+    view.put(view.piece.master, master)
