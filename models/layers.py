@@ -6,6 +6,7 @@ weights map one to one by name. Not here: whole blocks and models, initial distr
 config, so a tensor-parallel rank that holds a slice of the heads runs the same code.
 """
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 
 def parameter_seed(seed: int, fqn: str) -> int:
@@ -135,12 +137,56 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).transpose(1, 2)
 
 
+def causal_attention_with_maxima(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As `causal_attention`, and the largest (scaled, unmasked) logit of each head: fp32 [heads], no gradient.
+
+    The maxima fall out of the attention itself: the fused CUDA kernel of flex attention returns them, and on
+    the CPU, where that has no backward, the scores are written out once and used for both.
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    seq_len = q.shape[2]
+    if q.is_cuda:
+        gqa, mask = q.shape[1] != k.shape[1], _causal_mask(seq_len, q.device)
+        out, aux = _flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, return_aux=AuxRequest(max_scores=True))
+        maxima = aux.max_scores.detach().amax(dim=(0, 2))
+    else:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -math.inf)
+        maxima = scores.detach().amax(dim=(0, 2, 3)).float()
+        out = scores.float().softmax(-1).to(v.dtype) @ v
+    return out.transpose(1, 2), maxima
+
+
+@functools.lru_cache
+def _causal_mask(seq_len: int, device: torch.device) -> BlockMask:
+    def is_causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(is_causal, None, None, seq_len, seq_len, device=device)
+
+
+# Not compiled, flex attention writes out all scores; inside a compiled block this is part of its graph.
+_flex_attention = torch.compile(flex_attention)
+
+
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values, rotary positions, a causal mask and no biases."""
+    """Multi-head attention with grouped keys and values, rotary positions, a causal mask and no biases.
+
+    Attributes:
+        max_logits: fp32 [heads of this rank], raised in place by every forward that may be followed by a
+            backward, once `track_max_logits` was called; else None.
+    """
+
+    max_logits: Tensor | None
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
         self.head_dim = head_dim
+        self.register_buffer("max_logits", None, persistent=False)
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
@@ -153,8 +199,18 @@ class Attention(nn.Module):
         q = self.wq(x).view(batch, seq, -1, self.head_dim)
         k = self.wk(x).view(batch, seq, -1, self.head_dim)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
-        out = causal_attention(apply_rotary(q, rope), apply_rotary(k, rope), v)
+        q, k = apply_rotary(q, rope), apply_rotary(k, rope)
+        if self.max_logits is not None and torch.is_grad_enabled():
+            out, maxima = causal_attention_with_maxima(q, k, v)
+            self.max_logits.copy_(torch.maximum(self.max_logits, maxima))
+        else:
+            out = causal_attention(q, k, v)
         return self.wo(out.reshape(batch, seq, -1))
+
+    def track_max_logits(self, device: torch.device, tensor_parallel_degree: int = 1) -> Tensor:
+        """From now on note the largest logit of each head (for QK-clip). Returns the buffer, [heads of this rank]."""
+        self.max_logits = torch.zeros(self.n_heads // tensor_parallel_degree, device=device)
+        return self.max_logits
 
 
 class FeedForward(nn.Module):

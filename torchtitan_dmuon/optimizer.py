@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import fnmatch
+from typing import Any
+
 import torch
 from torch import nn
 
+from models.layers import Attention
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
 
+_BASE_GROUP = "base"
+
 
 def build_optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimizer:
-    """``dmuon.Muon`` or ``torch.optim.AdamW`` over a parallelized and materialised model."""
-    opt = config.optimizer
+    """``dmuon.Muon`` or ``torch.optim.AdamW`` over a parallelized and materialised model.
+
+    Raises:
+        ConfigError: a pattern of ``optimizer.param_groups`` that matches no parameter, or names that go wrong.
+    """
+    opt, section = config.optimizer, config.dmuon
+    groups = group_parameters(model, opt.param_groups)
     if opt.name == "AdamW":
         return torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
+            [_adamw_group(group) for group in groups],
             lr=opt.lr,
             betas=(opt.beta1, opt.beta2),
             eps=opt.eps,
@@ -22,29 +33,93 @@ def build_optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimize
             fused=opt.implementation == "fused",
             foreach=opt.implementation == "foreach",
         )
-    return dmuon.Muon(
-        model,
-        lr=opt.lr,
-        momentum=config.dmuon.momentum,
-        nesterov=config.dmuon.nesterov,
-        weight_decay=opt.weight_decay,
-        adamw_lr=opt.lr if config.dmuon.adamw_lr is None else config.dmuon.adamw_lr,
-        adamw_betas=(opt.beta1, opt.beta2),
-        adamw_weight_decay=opt.weight_decay,
-        adamw_eps=opt.eps,
-        ns_backend=build_newton_schulz(config),
-        scale=config.dmuon.scale,
-        adamw_implementation=opt.implementation,
-    )
+    qk_clip = None
+    if section.qk_clip_threshold is not None:
+        qk_clip = track_attention(model, section.qk_clip_threshold, config.parallelism.tensor_parallel_degree)
+    try:
+        return dmuon.Muon(
+            model,
+            lr=opt.lr,
+            momentum=section.momentum,
+            nesterov=section.nesterov,
+            weight_decay=opt.weight_decay,
+            adamw_lr=opt.lr if section.adamw_lr is None else section.adamw_lr,
+            adamw_betas=(opt.beta1, opt.beta2),
+            adamw_weight_decay=opt.weight_decay,
+            adamw_eps=opt.eps,
+            param_groups=groups if opt.param_groups else None,
+            ns_backend=build_newton_schulz(config),
+            scale=section.scale,
+            normuon=section.normuon,
+            normuon_beta2=section.normuon_beta2,
+            cautious_weight_decay=section.cautious_weight_decay,
+            qk_clip=qk_clip,
+            adamw_implementation=opt.implementation,
+        )
+    except ValueError as error:
+        raise ConfigError("[optimizer] and [dmuon]", None, str(error)) from None
+
+
+def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Semantic groups of ``dmuon.Muon``: the trainable parameters by the patterns of each table, the rest in ``base``.
+    A parameter belongs to the first table that has a pattern for it.
+
+    Raises:
+        ConfigError: a pattern that matches nothing.
+    """
+    left = {dmuon.canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad}
+    everything = list(left)
+    groups = []
+    for position, table in enumerate(tables):
+        names: dict[str, None] = {}
+        for pattern in table["patterns"]:
+            hits = fnmatch.filter(everything, pattern)
+            if not hits:
+                problem = f"table {position}: pattern {pattern!r} matches no trainable parameter of the model"
+                raise ConfigError("optimizer.param_groups", None, problem)
+            names |= dict.fromkeys(hits)
+        params = [left.pop(name) for name in names if name in left]
+        values = {name: value for name, value in table.items() if name != "patterns" and value is not None}
+        groups.append({"group_name": f"group{position}", **values, "params": params})
+    if left or not tables:
+        groups.append({"group_name": _BASE_GROUP, "params": list(left.values())})
+    return groups
+
+
+def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
+    """What ``torch.optim.AdamW`` takes of a semantic group: the values of its AdamW half."""
+    names = {"adamw_betas": "betas", "adamw_eps": "eps", "lr": "lr", "weight_decay": "weight_decay"}
+    names |= {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}  # later: these win
+    chosen = {ours: group[name] for name, ours in names.items() if name in group}
+    return {"params": group["params"], "group_name": group["group_name"], **chosen}
+
+
+def track_attention(model: nn.Module, threshold: float, tensor_parallel_degree: int) -> dmuon.QKClip:
+    """Have every attention layer note its largest logits, for QK-clip."""
+    device = next(model.parameters()).device
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            fqn = dmuon.canonical_fqn(name)
+            maxima = module.track_max_logits(device, tensor_parallel_degree)
+            heads = (module.n_heads, module.n_kv_heads, module.head_dim)
+            layers.append(dmuon.attention_heads(maxima, f"{fqn}.wq.weight", f"{fqn}.wk.weight", *heads))
+    return dmuon.QKClip(layers, threshold)
 
 
 def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
     """Raises ConfigError when the ``[dmuon]`` keys do not go together."""
     section = config.dmuon
     try:
-        return dmuon.NewtonSchulz(section.ns_backend, section.ns_coefficients, steps=section.ns_steps)
+        return dmuon.NewtonSchulz(
+            section.ns_backend,
+            section.ns_coefficients,
+            steps=section.ns_steps,
+            restart_iterations=section.ns_restart_iterations,
+        )
     except ValueError as error:
-        raise ConfigError("dmuon.ns_backend, ns_coefficients, ns_steps", None, str(error)) from None
+        keys = "dmuon.ns_backend, ns_coefficients, ns_steps, ns_restart_iterations"
+        raise ConfigError(keys, None, str(error)) from None
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, lanes: list[dmuon.Lane]) -> torch.Tensor:

@@ -201,3 +201,17 @@ def test_a_limit_without_room_for_the_end_shows_the_first_rows(limit):
 
 def test_an_empty_table():
     assert format_ownership_table([]).splitlines() == ["parameter  shape  route  owner  why"]
+
+
+@distributed(world=2)
+def test_blocks_and_orientation_are_told(rank, world):
+    """What Newton-Schulz sees must be in the table, or a wrong cut would go unnoticed."""
+    rules = [
+        {"name": "q_proj", "set": {"blocks": dmuon.split_heads(5)}},
+        {"name": "up_proj", "set": {"blocks": dmuon.split_sizes((30, 6)), "transposed": True}},
+    ]
+    model, _ = build(world, optimizer=False, param_policy={"overrides": rules})
+    why = {row.name: row.reason for row in dmuon.ownership_table(model)}
+    assert why["layers.0.q_proj.weight"] == "predicate; 4 blocks of 5 rows"
+    assert why["layers.1.up_proj.weight"] == "predicate; 2 blocks 30+6 rows; stored [in, out]"
+    assert why["layers.2.down_proj.weight"] == "predicate"

@@ -11,7 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.layers import RMSNorm, RopeScaling, apply_rotary, parameter_seed, rope_table
+from models.layers import (
+    RMSNorm,
+    RopeScaling,
+    apply_rotary,
+    causal_attention,
+    causal_attention_with_maxima,
+    parameter_seed,
+    rope_table,
+)
 from models.llama3 import Llama3, Llama3Args, Llama3HFNameMap, flavors
 
 HF = Llama3HFNameMap()
@@ -337,3 +345,42 @@ def test_fsdp2_in_bf16_keeps_the_rope_table_fp32(one_rank_mesh):
     assert torch.equal(logits, plain(tokens))
     logits.float().logsumexp(-1).sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+# ------------------------------------------------------------------ largest attention logits
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_notes_its_largest_logits(kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 19, heads, 8, generator=generator, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+    )
+    out, maxima = causal_attention_with_maxima(q, k, v)
+    expected = causal_attention(q, k, v)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    got, want = (torch.autograd.grad(each.square().sum(), (q, k, v)) for each in (out, expected))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for head in range(4):
+        logits = torch.einsum("bid,bjd->bij", q[:, :, head], k[:, :, head * kv_heads // 4]) / 8**0.5
+        allowed = torch.ones(19, 19).tril().bool()
+        torch.testing.assert_close(maxima[head], logits[:, allowed].max(), atol=1e-6, rtol=1e-6)
+
+
+def test_maxima_gather_over_forwards_that_train():
+    model = Llama3(GQA)
+    layer = model.layers[1].attention
+    noted = layer.track_max_logits(torch.device("cpu"))
+    tokens = _tokens(GQA, seq_len=16)
+    reference = Llama3(GQA)(tokens)
+    torch.testing.assert_close(model(tokens), reference, atol=1e-5, rtol=1e-5)
+    first = noted.clone()
+    assert first.shape == (4,) and (first > 0).all()
+    model(tokens[:, :2])  # smaller maxima do not lower what is there
+    assert torch.equal(noted, first)
+    noted.zero_()
+    with torch.no_grad():
+        model(tokens)
+    assert not noted.any()  # validation leaves no trace
+    assert "layers.1.attention.max_logits" not in model.state_dict()

@@ -6,10 +6,10 @@ is in `loading`; what a key does to a run is in the module that uses it.
 # ruff: noqa: RUF009  (`key` is dataclasses.field with the rules of a configuration key)
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import get_args, get_origin
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
-from torchtitan_dmuon.config.key import KeySpec, key
+from torchtitan_dmuon.config.key import KeySpec, key, key_specs
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,27 @@ class Model:
 
 
 @dataclass(frozen=True)
+class ParamGroup:
+    """One `[[optimizer.param_groups]]`: what is left out is as in `[optimizer]` and `[dmuon]`. A parameter belongs to
+    the first group with a pattern for it, and those of no group to one called base. AdamW alone (optimizer.name)
+    takes the values that this table gives for AdamW."""
+
+    patterns: list[str] = key(None, "FQN globs of the parameters; each must match one")
+    group_name: str | None = key(None, "name of the group; none is group and its number")
+    lr: float | None = key(None, "peak learning rate of both halves", minimum=0)
+    weight_decay: float | None = key(None, "weight decay of both halves", minimum=0)
+    muon_lr: float | None = key(None, "peak learning rate of the matrices", minimum=0)
+    adamw_lr: float | None = key(None, "peak learning rate of the rest", minimum=0)
+    muon_weight_decay: float | None = key(None, "weight decay of the matrices", minimum=0)
+    adamw_weight_decay: float | None = key(None, "weight decay of the rest", minimum=0)
+    momentum: float | None = key(None, "Muon momentum", minimum=0, below=1)
+    nesterov: bool | None = key(None, "Nesterov momentum")
+    adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1)
+    adamw_eps: float | None = key(None, "AdamW term added to the denominator", minimum=0)
+    dmuon_route: str | None = key(None, "route of all its dedicated parameters", choices=("muon", "adamw"))
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The optimizer. With DMuon, the AdamW keys are for what Muon leaves out: embeddings, norms, head."""
 
@@ -68,6 +89,12 @@ class Optimizer:
     eps: float = key(1e-8, "AdamW term added to the denominator", minimum=0)
     weight_decay: float = key(0.1, "decoupled weight decay", minimum=0)
     implementation: str = key("fused", "AdamW implementation", choices=("for-loop", "foreach", "fused"))
+    param_groups: list[dict[str, Any]] = key(
+        [],
+        "groups of parameters with values of their own, each an [[optimizer.param_groups]]",
+        item=dict,
+        table=ParamGroup,
+    )
 
 
 @dataclass(frozen=True)
@@ -214,7 +241,17 @@ class DMuon:
         " sqrt(m / n), unit 1; each wants a learning rate of its own",
         choices=("match_rms_adamw", "original", "spectral", "unit"),
     )
+    ns_restart_iterations: list[int] | None = key(
+        None, "iterations after which the Gram form restarts; none is the coefficients' own", item=int, minimum=1
+    )
     adamw_lr: float | None = key(None, "peak AdamW learning rate; none is optimizer.lr", minimum=0)
+    normuon: bool = key(False, "NorMuon: every neuron of an update moves alike")
+    normuon_beta2: float = key(0.95, "decay of NorMuon's second moment", minimum=0, below=1)
+    cautious_weight_decay: bool = key(False, "matrices decay only where the update does not oppose it")
+    qk_clip_threshold: float | None = key(
+        None, "QK-clip: heads whose attention logits exceed it are scaled down; none is off (100 in Kimi K2)", above=0
+    )
+    split_heads: bool = key(False, "orthogonalise query, key and value of each head by itself")
     mode: str = key(
         "z3",
         "packed weights: z3 frees them after forward, z2 keeps them until backward",
@@ -264,18 +301,10 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
             yield from _sections(f.type, f"{path}{f.name}.")
 
 
-def _key_specs() -> Iterator[KeySpec]:
-    for section, cls in SECTIONS.items():
-        for f in fields(cls):
-            if not is_dataclass(f.type):
-                optional = type(None) in get_args(f.type)
-                declared = get_args(f.type)[0] if optional else f.type
-                default = f.default_factory() if f.default is MISSING else f.default
-                yield KeySpec(f"{section}.{f.name}", get_origin(declared) or declared, optional, default, **f.metadata)
-
-
 SECTIONS: dict[str, type] = dict(_sections(JobConfig, ""))
-KEYS: dict[str, KeySpec] = {spec.name: spec for spec in _key_specs()}
+KEYS: dict[str, KeySpec] = {
+    spec.name: spec for section, cls in SECTIONS.items() for spec in key_specs(cls, f"{section}.")
+}
 
 
 def schedule_conflicts(warmup_steps: int, total_steps: int, decay_ratio: float | None) -> Iterator[tuple[str, str]]:

@@ -3,10 +3,12 @@
 The keys themselves are in `job_config`.
 """
 
+import difflib
 import math
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin
 
 
 class ConfigError(ValueError):
@@ -29,7 +31,9 @@ def key(default: Any, help: str, *, compare: bool = True, **rules: Any) -> Any:
 class KeySpec:
     """One key as declared: what `loading` checks, prints and documents.
 
-    `type` is bool, int, float, str or list (of str). `special` is a value allowed outside the range.
+    `type` is bool, int, float, str or list (of `item`). `special` is a value allowed outside the range. The rules
+    for numbers are those of the items where the key is a list of numbers. `table` is the dataclass whose keys the
+    tables of a list of tables have.
     """
 
     name: str
@@ -43,6 +47,8 @@ class KeySpec:
     above: float | None = None
     below: float | None = None
     special: int | None = None
+    item: type = str
+    table: type | None = None
 
     @property
     def section(self) -> str:
@@ -54,7 +60,8 @@ class KeySpec:
         if self.choices:
             text = ("list of " if self.type is list else "one of ") + ", ".join(map(repr, self.choices))
         else:
-            text = {bool: "true or false", list: "list of str"}.get(self.type, self.type.__name__)
+            items = "tables" if self.table is not None else self.item.__name__
+            text = {bool: "true or false", list: f"list of {items}"}.get(self.type, self.type.__name__)
         bounds = {">=": self.minimum, ">": self.above, "<=": self.maximum, "<": self.below}
         limits = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
         text = " ".join([text, " and ".join(limits)]).rstrip()
@@ -69,6 +76,10 @@ class KeySpec:
         """
         if self.type is float and type(value) is int:
             value = float(value) if abs(value) <= sys.float_info.max else math.inf
+        if self.item is float and type(value) is list:
+            value = [float(item) if type(item) is int else item for item in value]
+        if self.table is not None and type(value) is list and all(type(item) is dict for item in value):
+            return [self._check_table(position, item) for position, item in enumerate(value)]
         if not self._allows(value):
             raise ValueError(f"found {value!r}, expected {self.expected()}")
         return value
@@ -79,11 +90,14 @@ class KeySpec:
         if type(value) is not self.type:  # not isinstance: True is no int
             return False
         if self.type is list:
-            return all(type(item) is str and (not self.choices or item in self.choices) for item in value)
+            return all(type(item) is self.item and self._in_range(item) for item in value)
         if self.type is float and not math.isfinite(value):
             return False
         if self.special is not None and value == self.special:
             return True
+        return self._in_range(value)
+
+    def _in_range(self, value: Any) -> bool:
         return (
             (not self.choices or value in self.choices)
             and (self.minimum is None or value >= self.minimum)
@@ -91,3 +105,31 @@ class KeySpec:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
+
+    def _check_table(self, position: int, table: dict[str, Any]) -> dict[str, Any]:
+        """One table of the list, its values in their types. Raises as `check`."""
+        specs = {spec.name: spec for spec in key_specs(self.table, "")}
+        checked = {}
+        for name, value in table.items():
+            if name not in specs:
+                nearest = difflib.get_close_matches(name, specs, n=1, cutoff=0.0)[0]
+                raise ValueError(f"table {position}: unknown key {name!r}, nearest is {nearest}")
+            try:
+                checked[name] = specs[name].check(value)
+            except ValueError as error:
+                raise ValueError(f"table {position}: {name}: {error}") from None
+        for name, spec in specs.items():
+            if spec.default is None and not spec.optional and name not in checked:
+                raise ValueError(f"table {position}: {name} is missing, expected {spec.expected()}")
+        return checked
+
+
+def key_specs(cls: type, prefix: str) -> Iterator[KeySpec]:
+    """The keys that a dataclass declares, but those of sections inside it. A default of None for a type that is not
+    optional means that there is none: the key must be given."""
+    for f in fields(cls):
+        if not is_dataclass(f.type):
+            optional = type(None) in get_args(f.type)
+            declared = get_args(f.type)[0] if optional else f.type
+            default = f.default_factory() if f.default is MISSING else f.default
+            yield KeySpec(prefix + f.name, get_origin(declared) or declared, optional, default, **f.metadata)

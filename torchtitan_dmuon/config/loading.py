@@ -5,6 +5,7 @@ one value and `conflicts` between keys. The keys themselves are declared in `job
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -138,17 +139,25 @@ def _parse_command_line(argv: list[str]) -> dict[str, Any]:
 
 def _from_text(spec: KeySpec, text: str | list[str]) -> Any:
     """Convert command-line text to the key's type; what does not convert is left for `check` to refuse."""
-    if isinstance(text, list):
-        return [item for word in text for item in word.split(",") if item]
-    if spec.optional and text.lower() == "none":
+    if spec.optional and (text[0] if isinstance(text, list) and len(text) == 1 else text) in ("none", "None"):
         return None
+    if spec.table is not None:  # TOML, as [{patterns = ["*.wq.*"], lr = 1e-3}]
+        try:
+            return tomllib.loads(f"tables = {' '.join(text) or '[]'}")["tables"]
+        except ValueError:
+            return " ".join(text)
+    if isinstance(text, list):
+        return [_number(spec.item, item) for word in text for item in word.split(",") if item]
     if spec.type is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if spec.type in (int, float):
-        try:
-            return spec.type(text)
-        except ValueError:
-            return text
+    return _number(spec.type, text)
+
+
+def _number(kind: type, text: str) -> Any:
+    """`text` as an int or float if it is to be one and can be."""
+    if kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
     return text
 
 
@@ -209,6 +218,8 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {_toml_value(item)}' for name, item in value.items())}}}"
     return repr(value)
 
 

@@ -2,7 +2,7 @@
 
 from .assignment import Assignment
 from .blocks import Block, BlockSplit, split_equal, split_heads, split_interleaved, split_sizes
-from .classify import Decision, classify
+from .classify import Decision, canonical_fqn, classify
 from .clip import (
     GradientEntry,
     clip_grad_norm_,
@@ -54,6 +54,7 @@ __all__ = [
     "QKClip",
     "QKClipLayer",
     "attention_heads",
+    "canonical_fqn",
     "classify",
     "clip_grad_norm_",
     "clip_gradients_",

@@ -46,7 +46,7 @@ def ownership_table(model: nn.Module) -> list[OwnershipRow]:
             dp, unit = dedicated[fqn]
             shared = dp.spec.route == "sharded_adamw"
             owners = tuple(sorted(runtime.layout.ranks if shared else {piece.owner_rank for piece in dp.pieces}))
-            rows.append(OwnershipRow(fqn, dp.shape, _route(dp), owners, unit or "<root>", dp.spec.reason))
+            rows.append(OwnershipRow(fqn, dp.shape, _route(dp), owners, unit or "<root>", _why(dp)))
         else:
             route = _FSDP2 if param.requires_grad else "frozen"
             rows.append(OwnershipRow(fqn, tuple(param.shape), route, (), None, runtime.skipped[fqn]))
@@ -80,6 +80,18 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
 
 def _route(dp: DedicatedParam) -> str:
     return dp.spec.route if dp.spec.trainable else "frozen"
+
+
+def _why(dp: DedicatedParam) -> str:
+    """The reason, and how Newton-Schulz sees the weight where that is not as one matrix."""
+    blocks, notes = dp.spec.blocks, [dp.spec.reason]
+    if dp.spec.route == "muon" and blocks is not None:
+        sizes = list(dict.fromkeys(map(len, blocks.blocks)))
+        of = f" of {sizes[0]}" if len(sizes) == 1 else f" {'+'.join(str(len(block)) for block in blocks.blocks)}"
+        notes.append(f"{len(blocks.blocks)} blocks{of} {'columns' if blocks.dim else 'rows'}")
+    if dp.spec.route == "muon" and dp.spec.transposed:
+        notes.append("stored [in, out]")
+    return "; ".join(note for note in notes if note)
 
 
 def _told(owners: tuple[int, ...]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from models import ModelSpec
+from models.layers import Attention
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
 from torchtitan_dmuon.config.job_config import Compile, DMuon, Parallelism, Training
@@ -106,7 +109,8 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
                 "param_dtype": DTYPES[config.training.mixed_precision_param],
                 "grad_dtype": DTYPES[config.training.mixed_precision_reduce],
                 "cast_forward_inputs": False,  # blocks also get the rotary table, which stays float32
-            }
+            },
+            "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
         },
         mode=config.dmuon.mode,
         prefetch=config.dmuon.prefetch,
@@ -120,6 +124,18 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
         *(len(dmuon.get_dedicated_params(model)), meshes.grid.size(), config.dmuon.mode.upper()),
         *(config.dmuon.process_group_policy, 1 + assignment.imbalance),
     )
+
+
+def head_splits(model: nn.Module, plan: dict[str, dmuon.Decision]) -> list[dict[str, Any]]:
+    """Policy rules that cut query, key and value into a matrix for each head."""
+    rules = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            weights = [f"{dmuon.canonical_fqn(name)}.{leaf}.weight" for leaf in ("wq", "wk", "wv")]
+            chosen = [f"re:^{re.escape(weight)}$" for weight in weights if plan[weight].muon]
+            if chosen:
+                rules.append({"name": chosen, "set": {"blocks": dmuon.split_heads(module.head_dim)}})
+    return rules
 
 
 def apply_fsdp(
