@@ -10,6 +10,7 @@ from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
 from torchtitan_dmuon.data import DataError
 from torchtitan_dmuon.distributed import world_from_env
 from torchtitan_dmuon.logging import init_logger, logger
+from torchtitan_dmuon.signals import SignalWatch
 from torchtitan_dmuon.trainer import NonFiniteError, Trainer
 
 
@@ -26,7 +27,8 @@ def main(argv: list[str]) -> int:
     if config.job.print_config:
         logger.info("Resolved config:\n%s", config_to_toml(config))
     try:
-        Trainer(config).train()
+        with SignalWatch(config.checkpoint.grace_seconds) as signals:
+            Trainer(config, signals).train()
     except (ConfigError, DataError, CheckpointError, NonFiniteError) as error:
         logger.error("error: %s", " ".join(str(error).split()))
         return 1

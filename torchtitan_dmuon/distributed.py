@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,11 +42,26 @@ def set_determinism(config: Debug) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.deterministic_warn_only)
         torch.backends.cudnn.benchmark = False
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
 
 
-def agree(value: object, source: int = 0) -> object:
-    """Collective. What rank ``source`` passes, on every rank."""
+def agree(value: object, source: int = 0, group: dist.ProcessGroup | None = None) -> object:
+    """Collective over ``group`` (default: all ranks). What rank ``source`` passes, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
     return box[0]
+
+
+def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """Collective over ``group``. The problem of the first rank that has one, on every rank."""
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), None)
+
+
+def checkpoint_group() -> dist.ProcessGroup:
+    """Collective. A gloo group of all ranks that only checkpoints use, so that saves can go on behind the training.
+    Its timeout is that of the slowest disk; a rank that dies ends its collectives at once all the same."""
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="checkpoint")

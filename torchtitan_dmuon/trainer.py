@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from models import get_model_args, get_model_spec
 from models.layers import parameter_seed
 from torchtitan_dmuon import dmuon
-from torchtitan_dmuon.checkpoint import Checkpointer, Tensors, TrainState
+from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState
 from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_toml
 from torchtitan_dmuon.data import (
     IGNORE_INDEX,
@@ -41,6 +41,7 @@ from torchtitan_dmuon.optimizer import build_newton_schulz, build_optimizer, cli
 from torchtitan_dmuon.parallel import ParallelDims, all_reduce, check_tensor_parallel, parallelize
 from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
 from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan_dmuon.signals import Requests, SignalWatch
 from torchtitan_dmuon.validation import validate
 
 _TABLE_ROWS_ON_CONSOLE = 12
@@ -54,17 +55,24 @@ class NonFiniteError(ArithmeticError):
 class Trainer:
     """One run. Building it is collective; :meth:`train` runs to ``training.steps``.
 
+    Args:
+        config: resolved.
+        signals: what this process is told from outside; without it nothing.
+
     Raises:
         ConfigError, DataError, CheckpointError, NonFiniteError: one line each, on every rank.
     """
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, signals: SignalWatch | None = None) -> None:
         self.config = config
         self.rank, _, world_size = world_from_env()
         training = config.training
 
         # Everything that can be wrong without another rank is found before any of them waits for this one.
         dims = ParallelDims.from_config(config.parallelism, world_size)
+        if config.checkpoint.create_seed_checkpoint and world_size > 1:
+            problem = f"found true, expected one process to make it, but there are {world_size}: set NGPU=1"
+            raise ConfigError("checkpoint.create_seed_checkpoint", None, problem)
         self.folder = _writable_folder(config)
         tokenizer = _tokenizer(config)
         model_args = _model_args(config, tokenizer.vocab_size)
@@ -126,15 +134,15 @@ class Trainer:
         self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
         self._bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
 
+        self.requests = Requests(signals, self.device)
         self.checkpointer = Checkpointer(
             config.checkpoint,
             self.folder / config.checkpoint.folder,
-            self._tensors,
-            self._loaded,
-            config_to_toml(config),
+            self._contents(model_args),
+            config.model.hf_assets_path,
         )
-        self._resume()
-        self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, training.steps, self.step)
+        scheduled = self._resume()
+        self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, training.steps, scheduled)
         ns_flops = 0
         if config.optimizer.name == "DMuon":
             owned = dmuon.get_owned_params(self.model)
@@ -142,10 +150,6 @@ class Trainer:
         self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
 
     # ---------------------------------------------------------------- building
-
-    @property
-    def _model_name(self) -> str:
-        return f"{self.config.model.name} {self.config.model.flavor}"
 
     def _build_model(self, model_args: object) -> tuple[nn.Module, int]:
         """(parallelized model with its initial weights, model FLOPs of one token)."""
@@ -184,30 +188,55 @@ class Trainer:
             logger.info("Ownership (whole table in %s):\n%s", self.folder / "ownership.txt", table)
         return model, flops_per_token
 
-    def _tensors(self) -> Tensors:
-        """The live tensors of this rank by their names in a checkpoint."""
-        model = dmuon.get_model_state_dict(self.model)
-        optimizer = dmuon.get_optimizer_state_dict(self.model, self.optimizer)
-        return {f"model.{name}": t for name, t in model.items()} | {
-            f"optimizer.{name}": t for name, t in optimizer.items()
-        }
+    def _contents(self, model_args: object) -> Contents:
+        """The run as checkpoints see it."""
+        config = self.config
+        spec = get_model_spec(config.model.name)
+        # The length this run trains with is not what the model is made for.
+        made_for = get_model_args(config.model.name, config.model.flavor).max_seq_len
+        return Contents(
+            model=lambda: dmuon.get_model_state_dict(self.model),
+            optimizer=lambda: dmuon.get_optimizer_state_dict(self.model, self.optimizer),
+            shapes=lambda: dmuon.get_model_shapes(self.model),
+            loaded=lambda: dmuon.publish_weights(self.model),
+            model_name=f"{config.model.name} {config.model.flavor}",
+            optimizer_name=config.optimizer.name,
+            config_toml=config_to_toml(config),
+            seed=config.debug.seed,
+            hf_names=spec.hf,
+            hf_config=spec.hf.hf_config(dataclasses.replace(model_args, max_seq_len=made_for)),
+        )
 
-    def _loaded(self) -> None:
-        dmuon.publish_weights(self.model)
+    def _state(self) -> TrainState:
+        return TrainState(
+            self.step,
+            self.loader.state_dict(),
+            {"last_epoch": self.scheduler.last_epoch},
+            self.config.optimizer.name,
+            f"{self.config.model.name} {self.config.model.flavor}",
+        )
 
-    def _resume(self) -> None:
-        state = self.checkpointer.load(self.config.optimizer.name, self._model_name)
+    def _resume(self) -> int:
+        """Take up a checkpoint, if there is one. Returns the steps its schedule has made."""
+        state = self.checkpointer.load()
         if state is None:
-            return
+            return 0
         self.step = state.step
-        self.loader.load_state_dict(state.loader)
+        if state.loader:
+            self.loader.load_state_dict(state.loader)
+        return state.lr_scheduler.get("last_epoch", 0)
 
     # ---------------------------------------------------------------- training
 
     def train(self) -> None:
-        """Run to ``training.steps``."""
+        """Run to ``training.steps``, or until a signal asks for the end."""
         config = self.config
+        if config.checkpoint.create_seed_checkpoint:
+            self.checkpointer.save(self._state(), stopping=True)
+            self.checkpointer.close()
+            return
         if self.step >= config.training.steps:
+            self.checkpointer.close()
             logger.info("Nothing to do: step %d of %d is done", self.step, config.training.steps)
             return
         logger.info("Training from step %d to %d", self.step + 1, config.training.steps)
@@ -221,29 +250,42 @@ class Trainer:
             maybe_enable_memory_snapshot(config.profiling, dump, self.step) as snapshots,
         ):
             self.metrics.begin_window()
-            while self.step < config.training.steps:
+            stopped = False
+            while self.step < config.training.steps and not stopped:
                 self.step += 1
                 lr = self.scheduler.get_last_lr()[0]
                 loss, grad_norm = self._train_step(batches)
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
                     self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)
-                self._after_step()
+                stopped = self._after_step()
                 if self.step == first:
                     self._set_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
                 for recorder in (profiler, snapshots):
                     if recorder is not None:
                         recorder.step()
         self.metrics.close()
-        logger.info("Training completed at step %d", self.step)
+        self.checkpointer.close()
+        if not stopped:
+            logger.info("Training completed at step %d", self.step)
+        elif self.checkpointer.can_save:
+            logger.info("Stopped by a signal after step %d, which is saved", self.step)
+        else:
+            logger.warning("Stopped by a signal after step %d; NOTHING is saved, checkpointing is off", self.step)
 
     def _train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step. Returns (global mean loss, gradient norm) as tensors on the device."""
         with self.metrics.data.measure():
             micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
-        valid = torch.tensor(float(sum((mb["labels"] != IGNORE_INDEX).sum() for mb in micro_batches)))
-        valid = valid.to(self.device, non_blocking=True)
-        all_reduce(self.dp_lanes, valid)
+        # One all-reduce over all ranks sums the valid tokens and what signals ask for. Tensor-parallel ranks read the
+        # same tokens: the first of them counts.
+        counts = self.meshes.tp is None or self.meshes.tp.get_local_rank() == 0
+        tokens = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches) if counts else 0
+        sums = torch.tensor([float(tokens), *self.requests.mine(self.checkpointer.has_failed)])
+        sums = sums.to(self.device, non_blocking=True)
+        all_reduce(self.lanes, sums)
+        valid = sums[0]
+        self.requests.agreed(sums[1:])
 
         loss = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
@@ -256,6 +298,7 @@ class Trainer:
             loss += part.detach()
         all_reduce(self.dp_lanes, loss)
 
+        self.checkpointer.wait_staged()  # weights are about to change
         with self.metrics.optimizer.measure():
             grad_norm = clip_gradients(self.optimizer, self.config.training.max_norm, self.lanes)
             bad = ~(loss.isfinite() & grad_norm.isfinite())
@@ -287,15 +330,23 @@ class Trainer:
                 f"{bad_step - 1}. Resume from the last checkpoint with a lower optimizer.lr or other data"
             )
 
-    def _after_step(self) -> None:
+    def _after_step(self) -> bool:
+        """Checkpoint and validation when they are due. Returns whether the run is to end here."""
         config = self.config
         last = self.step == config.training.steps
-        if self.checkpointer.due(self.step, last):
+        asked = self.requests.read()
+        if asked.failed:
+            self.checkpointer.wait()  # raises what went wrong, on every rank
+        if self.checkpointer.due(self.step, last) or (asked.any and self.checkpointer.due(self.step, True)):
             self._raise_if_bad()
             with self.metrics.paused():
-                self.checkpointer.save(
-                    TrainState(self.step, self.loader.state_dict(), config.optimizer.name, self._model_name)
-                )
+                self.checkpointer.save(self._state(), last=last, stopping=asked.stop)
+        elif asked.save and not self.checkpointer.can_save:
+            logger.warning(
+                "A signal asked for a checkpoint after step %d: NOTHING is saved, checkpointing is off", self.step
+            )
+        if asked.stop:
+            return True
         if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
             with self.metrics.paused():
                 loss = validate(
@@ -310,6 +361,7 @@ class Trainer:
             self.metrics.write(self.step, {"loss": loss}, prefix="validation")
         if self.step % config.training.gc_freq == 0:
             gc.collect()
+        return False
 
     def _set_timeouts(self, timeout: timedelta) -> None:
         """Shorter from now on: building and compiling are over."""

@@ -164,6 +164,9 @@ class Parallelism:
     disable_loss_parallel: bool = key(False, "gather the logits of tensor parallelism before the loss")
 
 
+_STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Saving and resuming."""
@@ -172,7 +175,34 @@ class Checkpoint:
     folder: str = key("checkpoint", "checkpoint folder inside job.dump_folder")
     interval: int = key(500, "steps between two checkpoints", minimum=1)
     keep_latest_k: int = key(10, "checkpoints kept; 0 keeps all", minimum=0)
+    async_mode: str = key(
+        "disabled",
+        "disabled writes before the next step; async copies to host memory, then writes behind the training;"
+        " async_with_pinned_mem also copies behind the next forward and backward, into page-locked memory it keeps",
+        choices=("disabled", "async", "async_with_pinned_mem"),
+    )
     load_step: int = key(-1, "step to resume from; -1 is the latest", minimum=-1)
+    load_only: bool = key(False, "load, but never save")
+    exclude_from_loading: list[str] = key([], "parts of a checkpoint that are not loaded", choices=_STATES)
+    initial_load_path: str | None = key(
+        None, "checkpoint (a step-N folder, or a HuggingFace one) to start from while the folder holds none"
+    )
+    initial_load_model_only: bool = key(True, "of the initial checkpoint take only the weights")
+    initial_load_in_hf: bool = key(
+        False, "the initial weights are HuggingFace safetensors, in initial_load_path or else model.hf_assets_path"
+    )
+    enable_first_step_checkpoint: bool = key(False, "save after step 1, too")
+    create_seed_checkpoint: bool = key(False, "save step 0 on one process and exit")
+    last_save_model_only: bool = key(
+        False, "the last checkpoint holds only the weights, in export_dtype; no run can be prolonged from it"
+    )
+    last_save_in_hf: bool = key(False, "the last checkpoint is a HuggingFace folder; needs last_save_model_only")
+    export_dtype: str = key(
+        "float32", "dtype of a model-only last checkpoint", choices=("float16", "bfloat16", "float32")
+    )
+    grace_seconds: int = key(
+        120, "after SIGTERM or SIGINT: most seconds until the run has saved and ended, else it is ended", minimum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -329,6 +359,8 @@ def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
         expected = f"at least profiler_warmup + profiler_active = {cycle}"
         yield "profiling.profile_freq", f"found {profiling.profile_freq}, expected {expected}"
 
+    yield from _checkpoint_conflicts(config)
+
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) >= 1):
         problem = f"found {option!r}, expected 'op' or a positive integer as a string"
@@ -352,3 +384,29 @@ def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
                 f"training.dataloader.{name}",
                 f"found {value}, expected training.dataloader.num_workers > 0 with it",
             )
+
+
+def _checkpoint_conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        for name in ("initial_load_path", "initial_load_in_hf", "create_seed_checkpoint", "last_save_model_only"):
+            if (value := vars(checkpoint)[name]) is not None and value is not False:
+                yield f"checkpoint.{name}", f"found {value!r}, expected checkpoint.enable = true with it"
+    if checkpoint.load_only and checkpoint.create_seed_checkpoint:
+        yield "checkpoint.create_seed_checkpoint", "found true, expected checkpoint.load_only = false with it"
+    if checkpoint.initial_load_in_hf:
+        if not checkpoint.initial_load_model_only:
+            yield (
+                "checkpoint.initial_load_model_only",
+                "found false, expected true because HuggingFace folders hold only weights (initial_load_in_hf)",
+            )
+        if checkpoint.initial_load_path is None and config.model.hf_assets_path is None:
+            yield (
+                "checkpoint.initial_load_in_hf",
+                "found true, expected a folder in checkpoint.initial_load_path or model.hf_assets_path",
+            )
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        yield "checkpoint.last_save_in_hf", "found true, expected checkpoint.last_save_model_only = true with it"
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
+        problem = f"found {checkpoint.export_dtype!r}, expected checkpoint.last_save_model_only = true with it"
+        yield "checkpoint.export_dtype", problem

@@ -34,7 +34,14 @@ from .runtime import (
     set_requires_all_reduce,
     set_timeout,
 )
-from .state_dict import get_model_state_dict, get_optimizer_state_dict, publish_weights, set_model_state_dict
+from .state_dict import (
+    get_model_shapes,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    publish_weights,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from .storage import DedicatedParam, Piece
 
 __all__ = [
@@ -63,6 +70,7 @@ __all__ = [
     "format_ownership_table",
     "get_backend_status",
     "get_dedicated_params",
+    "get_model_shapes",
     "get_model_state_dict",
     "get_ns_backend",
     "get_optimizer_state_dict",
@@ -79,6 +87,7 @@ __all__ = [
     "set_gradient_divide_factor",
     "set_group_timeout",
     "set_model_state_dict",
+    "set_optimizer_state_dict",
     "set_requires_all_reduce",
     "set_timeout",
     "split_equal",

@@ -7,7 +7,7 @@ DTensors. Keys of tensors that live elsewhere are absent here, which is how DCP 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,18 +18,35 @@ from torch.distributed.tensor import DTensor
 from .adamw import new_state
 from .classify import canonical_fqn
 from .fsdp2 import is_dedicated, sharded_parameters
+from .full_state import gather_full, scatter_full
 from .muon import Muon
 from .runtime import find_runtime
 from .storage import Piece
 from .tensor_parallel import chunk_bounds
 
 
-def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of the model: owned masters, FSDP2 DTensors, plain parameters, persistent buffers.
+def get_model_state_dict(
+    model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False
+) -> dict[str, torch.Tensor]:
+    """The model's tensors by canonical name, in the master dtype.
 
-    The tensors are the live ones: loading into them in place and then calling :func:`publish_weights`
-    loads the model. Not collective. A tensor with several names (tied) has its first one.
+    By default this rank's part of them: owned masters, FSDP2 DTensors, plain parameters, persistent buffers. They are
+    the live tensors: loading into them in place and then calling :func:`publish_weights` loads the model. A tensor with
+    several names (tied) has its first one. Not collective.
+
+    Args:
+        full_state_dict: whole tensors, as copies, under all their names, so that ``load_state_dict`` of the plain model
+            takes them. Collective; gathered one by one.
+        cpu_offload: copies in host memory; of a full state dict on rank 0 only, the other ranks get an empty dict.
     """
+    state = _live_model(model)
+    if not full_state_dict:
+        return _offloaded(state) if cpu_offload else state
+    full = gather_full({name: parts_of(tensor) for name, tensor in state.items()}, _device(model), cpu_offload)
+    return full | {alias: full[name] for alias, name in _aliases(model).items() if name in full}
+
+
+def _live_model(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for name, param in sharded_parameters(model):
         if not is_dedicated(param):
@@ -39,6 +56,40 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         state |= _logical({piece: piece.master for piece in runtime.owned})
     state |= persistent_buffers(model)
     return state
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _offloaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in host memory; parts of a larger tensor stay parts."""
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        whole, parts = parts_of(tensor)
+        parts = [(part.detach().to("cpu", copy=True), offset) for part, offset in parts]
+        if not isinstance(tensor, (Chunks, DTensor)):
+            copies[name] = parts[0][0]
+        elif parts:
+            copies[name] = Chunks.of(whole, parts)
+    return copies
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several -> the first one."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), canonical_fqn(name)) != canonical_fqn(name):
+            aliases[canonical_fqn(name)] = first[id(param)]
+    return aliases
+
+
+def get_model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Global shape of everything the model's state dicts hold over all ranks, by canonical name. Not collective, and
+    the same on every rank."""
+    shapes = {canonical_fqn(name): tuple(param.shape) for name, param in sharded_parameters(model)}
+    return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -52,33 +103,77 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def set_model_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy ``state`` (as from :func:`get_model_state_dict`) into the model and publish the owners' weights.
+def set_model_state_dict(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    *,
+    full_state_dict: bool = False,
+    broadcast_from_rank0: bool = False,
+    strict: bool = True,
+) -> None:
+    """Copy ``state`` into the model and publish the owners' weights. Collective with replicas or tensor parallelism.
+
+    Args:
+        state: as from :func:`get_model_state_dict`: this rank's part.
+        full_state_dict: ``state`` has whole tensors, on any device. Collective.
+        broadcast_from_rank0: only rank 0's ``state`` is read, and sent tensor by tensor. Needs ``full_state_dict``.
+        strict: tensors missing from ``state`` (and, of a full one, unknown tensors in it) are an error.
 
     Raises:
-        KeyError: a tensor this rank holds is missing from ``state``. ValueError: it is there in another layout.
+        KeyError: a tensor is missing from ``state``, or unknown. ValueError: it is there in another layout or shape.
     """
-    for name, tensor in get_model_state_dict(model).items():
-        if name not in state:
-            raise KeyError(f"{name} is missing from the state dict")
-        if state[name] is not tensor:
-            _copy(name, tensor, state[name])
+    aliases = _aliases(model)
+    _set(
+        _live_model(model),
+        {name: tensor for name, tensor in state.items() if name not in aliases},
+        _device(model),
+        full_state_dict,
+        broadcast_from_rank0,
+        strict,
+    )
     publish_weights(model)
+
+
+def _set(
+    live: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    full: bool,
+    broadcast: bool,
+    strict: bool,
+) -> None:
+    if broadcast and not full:
+        raise ValueError("broadcast_from_rank0 needs full_state_dict=True: ranks hold different parts otherwise")
+    if full:
+        scatter_full({name: parts_of(tensor) for name, tensor in live.items()}, state, device, broadcast, strict)
+        return
+    for name, tensor in live.items():
+        if name not in state:
+            if strict:
+                raise KeyError(f"{name} is missing from the state dict")
+        elif state[name] is not tensor:
+            _copy(name, tensor, state[name])
 
 
 def _copy(name: str, to: torch.Tensor, source: torch.Tensor) -> None:
     """Raises ValueError when the two hold different parts of the tensor."""
-    here, there = _local_parts(to), _local_parts(source)
-    if [part.shape for part in here] != [part.shape for part in there]:
+    (whole, here), (other_whole, there) = parts_of(to), parts_of(source)
+    if whole != other_whole or [(p.shape, at) for p, at in here] != [(p.shape, at) for p, at in there]:
         raise ValueError(f"{name}: this rank holds another part of it than the state dict; load through DCP instead")
-    for part, values in zip(here, there, strict=True):
+    for (part, _), (values, _) in zip(here, there, strict=True):
         part.copy_(values)
 
 
-def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]:
+    """(size of the whole, the live parts of it that this rank holds, each with its offset) of any tensor of these
+    state dicts. A rank whose DTensor shard is empty has no part."""
     if isinstance(tensor, Chunks):
-        return [part for part, _ in tensor._parts]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+        return tensor._whole, tensor._parts
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        (chunk,) = tensor.__create_chunk_list__()  # knows FSDP2's strided shards under tensor parallelism
+        return tuple(tensor.shape), [(local, tuple(chunk.offsets))] if local.numel() else []
+    return tuple(tensor.shape), [(tensor, (0,) * tensor.ndim)]
 
 
 def publish_weights(model: nn.Module) -> None:
@@ -88,9 +183,35 @@ def publish_weights(model: nn.Module) -> None:
         runtime.publish()
 
 
-def get_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """This rank's part of the state of a ``Muon`` or ``torch.optim.AdamW``, as ``<canonical name>.<state name>``: the
-    live tensors, created where no step has been taken yet. Load into them in place. Not collective."""
+def get_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, full_state_dict: bool = False, cpu_offload: bool = False
+) -> dict[str, torch.Tensor]:
+    """The state of a ``Muon`` or ``torch.optim.AdamW``, as ``<canonical name>.<state name>``; hyperparameters stay in
+    ``param_groups``. By default this rank's part: the live tensors, created where no step has been taken yet, to be
+    loaded into in place; not collective. The options are those of :func:`get_model_state_dict`."""
+    state = _live_optimizer(model, optimizer)
+    if not full_state_dict:
+        return _offloaded(state) if cpu_offload else state
+    return gather_full({name: parts_of(tensor) for name, tensor in state.items()}, _device(model), cpu_offload)
+
+
+@torch.no_grad()
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, torch.Tensor],
+    *,
+    full_state_dict: bool = False,
+    broadcast_from_rank0: bool = False,
+    strict: bool = True,
+) -> None:
+    """Copy ``state`` (as from :func:`get_optimizer_state_dict`) into the optimizer. Arguments and errors are those of
+    :func:`set_model_state_dict`."""
+    live = _live_optimizer(model, optimizer)
+    _set(live, state, _device(model), full_state_dict, broadcast_from_rank0, strict)
+
+
+def _live_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     if isinstance(optimizer, Muon):
         owned: dict[str, dict[Piece, torch.Tensor]] = defaultdict(dict)
@@ -120,31 +241,36 @@ def _plain_adamw(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tenso
 
 
 def _logical(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By parameter name: the tensor of a whole piece, ``Chunks`` where this rank has a part. A state without the shape
-    of its piece (a step count) is the same for all parts."""
+    """By parameter name: the tensor of a whole piece, ``Chunks`` where this rank has a part. A state needs not have the
+    shape of its piece: a dimension as long as the piece's is cut like it, any other is whole, and a scalar (a step
+    count) is the same for all parts."""
     parts: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
     for piece, tensor in tensors.items():
-        parts[piece.fqn].append((piece, tensor))
+        if piece.numel or piece.is_whole:  # nothing is ever updated on a rank without rows, not even a step count
+            parts[piece.fqn].append((piece, tensor))
     logical = {}
     for fqn, found in parts.items():
         piece, tensor = found[0]
-        if piece.is_whole or tensor.ndim == 0:
+        if piece.is_whole or not tensor.ndim:
             logical[fqn] = tensor
         else:
-            # A statistic of rows has one column where the weight has many.
-            sizes = zip(piece.dp.shape, piece.shape, tensor.shape, strict=True)
-            whole = tuple(full if held == part else held for full, part, held in sizes)
-            logical[fqn] = Chunks.of(whole, [(part, _offset(p)) for p, part in found if part.numel()])
-    return {fqn: tensor for fqn, tensor in logical.items() if tensor is not None}
+            whole = [
+                full if own == cut else own
+                for own, cut, full in zip(tensor.shape, piece.shape, piece.dp.shape, strict=False)
+            ]
+            whole += tensor.shape[len(whole) :]
+            logical[fqn] = Chunks.of(tuple(whole), [(part, _offset(p, part)) for p, part in found])
+    return logical
 
 
-def _offset(piece: Piece) -> tuple[int, ...]:
-    """Where a piece begins in its parameter."""
-    offset = [piece.start] + [0] * (len(piece.shape) - 1)
+def _offset(piece: Piece, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where a piece's tensor begins in that of its parameter."""
+    begin = [piece.start] + [0] * (len(piece.shape) - 1)
     dp = piece.dp
     if piece.spec.route == "sharded_adamw" and dp.tp_dim is not None:
-        offset[dp.tp_dim] += chunk_bounds(dp.shape[dp.tp_dim], dp.tp_columns)[dp.tp_column][0]
-    return tuple(offset)
+        begin[dp.tp_dim] += chunk_bounds(dp.shape[dp.tp_dim], dp.tp_columns)[dp.tp_column][0]
+    offset = [first if own == cut else 0 for own, cut, first in zip(tensor.shape, piece.shape, begin, strict=False)]
+    return tuple(offset + [0] * (tensor.ndim - len(offset)))
 
 
 class Chunks(torch.Tensor):

@@ -1,0 +1,146 @@
+"""Checkpoints to HuggingFace folders and back, one process, one tensor (or one shard of them) in memory at a time.
+
+A HuggingFace folder has ``config.json``, ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``;
+with a single shard, ``model.safetensors`` alone. Names are mapped by the model family; tensors are never permuted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from models import HFNameMap
+from torchtitan_dmuon.checkpoint.directory import sync_folder, write_durably
+
+_MAX_SHARD_BYTES = 5 << 30  # as transformers does
+
+
+def write_huggingface(
+    checkpoint: Path,
+    folder: Path,
+    names: HFNameMap,
+    config: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+    """Write the weights of a DCP ``checkpoint`` as a HuggingFace ``folder``, durably. At most one shard is in memory.
+
+    Args:
+        names: of the model family.
+        config: content of ``config.json``; ``torch_dtype`` is added.
+        dtype: of the files; ``None`` keeps what is stored.
+
+    Raises:
+        ImportError: the package safetensors is missing. ValueError: a tensor without a HuggingFace name. OSError.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ImportError("writing HuggingFace files needs the package safetensors: pip install safetensors") from None
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = {
+        name: entry
+        for name, entry in metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    shards: list[list[str]] = []
+    room = 0
+    for name, entry in stored.items():
+        size = math.prod(entry.size) * (dtype or entry.properties.dtype).itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in shard}
+        _alone(lambda tensors=tensors: dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True))
+        named = {
+            names.to_hf(name.removeprefix("model.")): tensor if dtype is None else tensor.to(dtype)
+            for name, tensor in tensors.items()
+        }
+        save_file(named, folder / file, metadata={"format": "pt"})
+        with (folder / file).open("rb") as written:
+            os.fsync(written.fileno())
+        index |= dict.fromkeys(named, file)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+    if len(shards) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2)
+        write_durably(folder / "model.safetensors.index.json", text)
+    kind = dtype or next(iter(stored.values())).properties.dtype
+    text = json.dumps({**config, "torch_dtype": str(kind).removeprefix("torch.")}, indent=2)
+    write_durably(folder / "config.json", text + "\n")
+    sync_folder(folder)
+
+
+def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: torch.dtype | None = None) -> None:
+    """Write the weights of a HuggingFace ``folder`` as the DCP tensors ``model.<fqn>`` in ``checkpoint``. One tensor is
+    in memory at a time.
+
+    Raises:
+        ImportError: the package safetensors is missing. ValueError: no such files, or a weight that the family has no
+        name for. OSError.
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ImportError("reading HuggingFace files needs the package safetensors: pip install safetensors") from None
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no *.safetensors files")
+    places: dict[str, tuple[Path, str]] = {}
+    state: dict[str, torch.Tensor] = {}
+    tied = _is_tied(folder)
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (no mapping)
+                fqn = names.from_hf(name)
+                if fqn is None or (tied and name == "lm_head.weight"):
+                    continue
+                part = opened.get_slice(name)
+                kind = dtype or opened.get_tensor(name).dtype
+                state[f"model.{fqn}"] = torch.empty(part.get_shape(), dtype=kind, device="meta")
+                places[f"model.{fqn}"] = (file, name)
+
+    def read(fqn: str) -> torch.Tensor:
+        file, name = places[fqn]
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name).to(state[fqn].dtype)
+
+    writer = dcp.FileSystemWriter(checkpoint)
+    _alone(lambda: dcp.save(state, storage_writer=writer, planner=_ReadingPlanner(read), no_dist=True))
+
+
+class _ReadingPlanner(dcp.DefaultSavePlanner):
+    """Plans from tensors on meta and reads each when the writer asks for it."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._read(index.fqn)
+
+
+def _is_tied(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get("tie_word_embeddings"))
+
+
+def _alone(call: Callable[[], object]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        call()

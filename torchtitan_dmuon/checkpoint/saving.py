@@ -1,0 +1,286 @@
+"""Writing one checkpoint: every rank its tensors, then one of them the whole folder's last file and name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from torchtitan_dmuon.checkpoint.directory import (
+    STATE_FILE,
+    CheckpointError,
+    Checksums,
+    checksum,
+    clean,
+    publish,
+    temporary_folder,
+    write_durably,
+)
+from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
+from torchtitan_dmuon.distributed import agree
+from torchtitan_dmuon.dmuon.state_dict import Chunks, parts_of
+
+
+class LogicalStager(AsyncStager):
+    """Copies this rank's tensors to host memory through DCP's ``DefaultStager``, which knows plain tensors only: parts
+    of a larger tensor go through it one by one.
+
+    Args:
+        behind: copy in a thread of its own, into memory that is kept for the next time (page-locked with a GPU).
+            ``stage`` then returns at once, and the tensors must not change before the future it returns is done.
+    """
+
+    def __init__(self, behind: bool) -> None:
+        on_gpu = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=behind and on_gpu,
+            use_shared_memory=False,
+            use_async_staging=behind,
+            use_non_blocking_copy=behind and on_gpu,
+        )
+        self._inner = DefaultStager(options)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def stage(self, state_dict: Tensors) -> Tensors | Future[Tensors]:
+        wholes, offsets, parts = {}, {}, {}
+        for name, tensor in state_dict.items():
+            whole, held = parts_of(tensor)
+            wholes[name], offsets[name] = whole, [offset for _, offset in held]
+            parts[name] = [part.detach() for part, _ in held]
+
+        def rebuild(staged: dict[str, list[torch.Tensor]]) -> Tensors:
+            tensors = {}
+            for name, copies in staged.items():
+                if not isinstance(state_dict[name], (Chunks, DTensor)):
+                    (tensors[name],) = copies
+                elif copies:
+                    tensors[name] = Chunks.of(wholes[name], list(zip(copies, offsets[name], strict=True)))
+            return tensors
+
+        if torch.cuda.is_available():
+            # DCP copies on a stream of its own, which knows nothing of kernels that still write the tensors.
+            torch.cuda.synchronize()
+        staged = self._inner.stage(parts)
+        if not isinstance(staged, Future):
+            return rebuild(staged)
+        rebuilt: Future[Tensors] = Future()
+
+        def forward(done: Future) -> None:
+            if (error := done.exception()) is not None:
+                rebuilt.set_exception(error)
+            else:
+                rebuilt.set_result(rebuild(done.result()))
+
+        staged.add_done_callback(forward)
+        return rebuilt
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Saver:
+    """Writes checkpoints, one at a time. Every method is collective unless it says otherwise.
+
+    Args:
+        folder: of all checkpoints.
+        mode: ``disabled``, ``async`` or ``async_with_pinned_mem``.
+        group: gloo group of all ranks that nothing else uses: saves run behind the training.
+    """
+
+    def __init__(self, folder: Path, mode: str, group: dist.ProcessGroup) -> None:
+        self.folder = folder
+        self._mode = mode
+        self._group = group
+        self._thread = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") if mode != "disabled" else None
+        )
+        self._stager = LogicalStager(behind=True) if mode == "async_with_pinned_mem" else None
+        self._staging: Future | None = None
+        self._pending: Future | None = None
+        self._is_clean = False
+
+    # ---------------------------------------------------------------- what is going on
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save behind the training has failed on this rank; ``wait`` raises why. Not collective."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def wait_staged(self) -> None:
+        """Return when tensors may change again. Not collective."""
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+
+    def wait(self) -> None:
+        """Return when the last save is durable. Raises CheckpointError, on every rank, when it failed."""
+        pending, self._pending, self._staging = self._pending, None, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and let go of threads and memory. Raises CheckpointError."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            if self._stager is not None:
+                self._stager.close()
+
+    # ---------------------------------------------------------------- saving
+
+    def save(
+        self,
+        final: Path,
+        tensors: Tensors,
+        state: TrainState,
+        config_toml: str,
+        done: Callable[[], None],
+        behind: bool,
+        convert: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write ``final``; it appears under its name when all of it is on disk.
+
+        Args:
+            tensors: this rank's, live; with ``behind`` they may change after :meth:`wait_staged`.
+            done: called on rank 0 when the checkpoint is durable, maybe in another thread.
+            behind: return before it is written, if the mode is asynchronous.
+            convert: called on rank 0 with the folder of the written tensors, to replace its content.
+
+        Raises:
+            CheckpointError: on every rank, when any rank could not write; or, from :meth:`wait`, of the save before.
+        """
+        self.wait()
+        temporary = temporary_folder(final)
+        self._prepare(final, temporary, state, config_toml)
+        writer = dcp.FileSystemWriter(temporary)  # fsyncs every file
+
+        def finish(upload: Callable[[], object]) -> None:
+            self._upload(upload, final)
+            self._finish(temporary, final, done, convert)
+
+        if self._mode == "disabled" or not behind:
+            finish(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group))
+            return
+        stager = self._stager or LogicalStager(behind=False)
+        response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
+        upload: Future = response if isinstance(response, Future) else response.upload_completion
+        self._staging = None if isinstance(response, Future) else response.staging_completion
+        self._pending = self._thread.submit(finish, upload.result)
+
+    def _prepare(self, final: Path, temporary: Path, state: TrainState, config_toml: str) -> None:
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if not self._is_clean:
+                    clean(self.folder)
+                    self._is_clean = True
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+                write_durably(temporary / STATE_FILE, state.to_json())
+                write_durably(temporary / "config.toml", config_toml)
+            except OSError as error:
+                problem = _reason(error)
+        problem = agree(problem, group=self._group)
+        if problem:
+            raise CheckpointError(_message(final, problem))
+
+    def _upload(self, upload: Callable[[], object], final: Path) -> None:
+        """Run DCP's part and turn its failures into one line. DCP raises them on every rank."""
+        try:
+            upload()
+        except CheckpointException as error:
+            rank, (exception, _) = sorted(error.failures.items())[0]
+            others = f" (and {len(error.failures) - 1} other ranks)" if len(error.failures) > 1 else ""
+            if dist.get_rank() == 0:  # what was written takes up space that the next try needs
+                shutil.rmtree(temporary_folder(final), ignore_errors=True)
+            raise CheckpointError(_message(final, f"rank {rank}{others}: {_reason(exception)}")) from error
+        except (RuntimeError, OSError) as error:
+            problem = f"this rank lost the others in the middle of it, one of them may have died ({_reason(error)})"
+            raise CheckpointError(_message(final, problem)) from error
+
+    def _finish(
+        self, temporary: Path, final: Path, done: Callable[[], None], convert: Callable[[Path], None] | None
+    ) -> None:
+        """Checksums of every rank's own files, then the rename."""
+        rank = dist.get_rank()
+        problem, checksums = None, {}
+        try:
+            if convert is not None and rank == 0:
+                convert(temporary)
+            checksums = _own_checksums(temporary, rank, everything=convert is not None)
+        except OSError as error:
+            problem = f"rank {rank}: {_reason(error)}"
+        everyone: list[tuple[str | None, Checksums]] = [(None, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (problem, checksums), group=self._group)
+        problem = next((found for found, _ in everyone if found), None)
+        if rank == 0:
+            try:
+                if problem is None:
+                    files = {name: entry for _, part in everyone for name, entry in part.items()}
+                    publish(temporary, final, dict(sorted(files.items())))
+                    done()
+                else:
+                    shutil.rmtree(temporary, ignore_errors=True)
+            except OSError as error:
+                problem = _reason(error)
+        problem = agree(problem, group=self._group)
+        if problem:
+            raise CheckpointError(_message(final, problem))
+
+
+def _own_checksums(temporary: Path, rank: int, everything: bool) -> Checksums:
+    """Of the files this rank wrote (DCP names them ``__<rank>_<n>.distcp``); rank 0 also has those of nobody."""
+    own = {}
+    for path in temporary.iterdir():
+        writer = 0 if everything or not path.name.startswith("__") else int(path.name[2:].split("_")[0])
+        if writer == rank:
+            own[path.name] = checksum(path)
+    return own
+
+
+def _reason(error: BaseException) -> str:
+    """One line that a person can act on."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _message(final: Path, problem: str) -> str:
+    hint = ""
+    try:
+        stats = os.statvfs(final.parent)
+        if stats.f_bavail * stats.f_frsize < 1 << 30:
+            hint = f" ({stats.f_bavail * stats.f_frsize >> 20} MiB are free there)"
+    except OSError:
+        pass
+    return f"cannot write checkpoint {final}: {problem}{hint}; the checkpoints before it are untouched"
+
+
+def model_only_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Floating-point tensors in ``dtype``, as copies of this rank's parts where they have another."""
+    cast = {}
+    for name, tensor in tensors.items():
+        whole, parts = parts_of(tensor)
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            cast[name] = tensor
+        elif not isinstance(tensor, (Chunks, DTensor)):
+            cast[name] = tensor.to(dtype)
+        elif parts:
+            cast[name] = Chunks.of(whole, [(part.to(dtype), offset) for part, offset in parts])
+    return cast

@@ -1,0 +1,83 @@
+"""What a checkpoint holds: the tensors of a run, and what is to be known beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models import HFNameMap
+from torchtitan_dmuon.checkpoint.directory import STATE_FILE, CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+
+# Values of TrainState.contents.
+FULL, MODEL_ONLY, HUGGINGFACE = "full", "model", "huggingface"
+
+
+@dataclass
+class TrainState:
+    """``trainer.json``.
+
+    Attributes:
+        step: optimizer steps done.
+        loader: the data loader's state.
+        lr_scheduler: steps the schedule has made, ``{"last_epoch": int}``.
+        optimizer: name of the optimizer that wrote it.
+        model: name and flavor of the model.
+        world_size: number of ranks that wrote it.
+        contents: ``full``, ``model`` (weights only) or ``huggingface``; only a full one can be resumed from.
+        hf_config: content of a HuggingFace ``config.json`` for the model.
+    """
+
+    step: int
+    loader: dict[str, int]
+    lr_scheduler: dict[str, int]
+    optimizer: str
+    model: str
+    world_size: int = 1
+    contents: str = FULL
+    hf_config: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, path: Path) -> TrainState:
+        """Of the checkpoint ``path``. Raises CheckpointError."""
+        try:
+            return cls(**json.loads((path / STATE_FILE).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path}: {STATE_FILE} cannot be read ({error})") from None
+
+
+@dataclass
+class Contents:
+    """A run as the checkpointer sees it. None of the functions is collective.
+
+    Attributes:
+        model: the live model tensors of this rank, by name (``dmuon.get_model_state_dict``).
+        optimizer: the same of the optimizer (``dmuon.get_optimizer_state_dict``).
+        shapes: the global shape of every tensor of the model, by name, the same on every rank.
+        loaded: to be called after the tensors were filled.
+        model_name, optimizer_name: as in ``TrainState``.
+        config_toml: the resolved config.
+        seed: of ranks that a checkpoint has no random state of.
+        hf_names: the model family's HuggingFace names.
+        hf_config: the content of ``config.json``.
+    """
+
+    model: Callable[[], Tensors]
+    optimizer: Callable[[], Tensors]
+    shapes: Callable[[], dict[str, tuple[int, ...]]]
+    loaded: Callable[[], None]
+    model_name: str
+    optimizer_name: str
+    config_toml: str
+    seed: int
+    hf_names: HFNameMap
+    hf_config: dict[str, Any]
