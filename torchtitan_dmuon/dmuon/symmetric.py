@@ -25,12 +25,13 @@ class TileConfig:
     """How the kernel cuts its work.
 
     Attributes:
-        block_m, block_n: rows and columns of C one program computes; ``block_n`` is a multiple of ``block_m``.
+        block_m, block_n: rows and columns of C one program computes: a square, or two side by side.
         block_k: of the inner dimension, per pipeline stage.
         warps, stages: warps of a program and depth of its software pipeline.
         group: tile rows visited together, so that their operands stay in L2.
         tma: load through tensor descriptors (SM90 and later) instead of pointers.
         persistent: one program a multiprocessor, each looping over tiles; only with ``tma``.
+        registers: most a thread may use; fewer let two programs share a multiprocessor.
     """
 
     block_m: int = 128
@@ -41,10 +42,11 @@ class TileConfig:
     group: int = 8
     tma: bool = False
     persistent: bool = False
+    registers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_n % self.block_m:
-            raise ValueError(f"block_n must be a multiple of block_m, got {self.block_m} x {self.block_n}")
+        if self.block_n not in (self.block_m, 2 * self.block_m):
+            raise ValueError(f"block_n must be block_m or twice that, got {self.block_m} x {self.block_n}")
         if self.persistent and not self.tma:
             raise ValueError("persistent tiles need tma")
 
@@ -91,34 +93,52 @@ def _locate(tile, per_matrix, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
+def _finish_square(
+    acc, d, c, row, column, size, alpha, beta, stride_dm, stride_dn, stride_cm, stride_cn,
+    HAS_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scale, add D, and store a square tile and its mirror image; nothing for a tile below the diagonal."""
+    # 64-bit offsets to the tile, 32-bit ones inside it: of those every thread has one an element.
+    origin_row, origin_column = row.to(tl.int64), column.to(tl.int64)
+    down, right = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (down < size - row) & (right < size - column)
+    acc *= alpha
+    if HAS_D:
+        d += origin_row * stride_dm + origin_column * stride_dn
+        acc += beta * tl.load(d + down * stride_dm + right * stride_dn, mask=inside, other=0.0).to(tl.float32)
+    value = acc.to(c.dtype.element_ty)
+    local = down * stride_cm + right * stride_cn
+    direct = c + origin_row * stride_cm + origin_column * stride_cn + local
+    if column > row:
+        tl.store(direct, value, mask=inside)
+        mirror = c + origin_column * stride_cm + origin_row * stride_cn + local
+        tl.store(mirror, tl.trans(value), mask=(down < size - column) & (right < size - row))
+    elif column == row:
+        tl.store(direct, tl.where(down <= right, value, tl.trans(value)), mask=inside)
+
+
+@triton.jit
 def _finish(
     acc, d, c, matrix, row, column, size, alpha, beta,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
     HAS_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scale, add D, store the tile and its mirror image."""
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
-    columns = column + tl.arange(0, BLOCK_N)[None, :]
-    inside = (rows < size) & (columns < size)
-    acc *= alpha
-    if HAS_D:
-        d += matrix * stride_db
-        offsets = rows.to(tl.int64) * stride_dm + columns.to(tl.int64) * stride_dn
-        acc += beta * tl.load(d + offsets, mask=inside, other=0.0).to(tl.float32)
-    value = acc.to(c.dtype.element_ty)
+    """:func:`_finish_square` on the one or two squares of a tile."""
+    d += matrix * stride_db
     c += matrix * stride_cb
-    direct = c + rows.to(tl.int64) * stride_cm + columns.to(tl.int64) * stride_cn
-    mirror_rows = column + tl.arange(0, BLOCK_N)[:, None]
-    mirror_columns = row + tl.arange(0, BLOCK_M)[None, :]
-    mirror = c + mirror_rows.to(tl.int64) * stride_cm + mirror_columns.to(tl.int64) * stride_cn
-    mirror_inside = (mirror_rows < size) & (mirror_columns < size)
-    # Away from the diagonal the masks are those of the edges alone, which keeps the stores wide.
-    if column >= row + BLOCK_M:
-        tl.store(direct, value, mask=inside)
-        tl.store(mirror, tl.trans(value), mask=mirror_inside)
+    if BLOCK_M == BLOCK_N:
+        _finish_square(
+            acc, d, c, row, column, size, alpha, beta, stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, BLOCK_M
+        )
     else:
-        tl.store(direct, value, mask=inside & (rows <= columns))
-        tl.store(mirror, tl.trans(value), mask=mirror_inside & (mirror_rows > mirror_columns))
+        left, right = acc.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
+        _finish_square(
+            left, d, c, row, column, size, alpha, beta, stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, BLOCK_M
+        )
+        _finish_square(
+            right, d, c, row, column + BLOCK_M, size, alpha, beta,
+            stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, BLOCK_M,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -190,7 +210,7 @@ def _descriptor_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
-        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
+        for tile in range(tl.program_id(0), total, tl.num_programs(0)):
             _descriptor_tile(
                 tile, a, b, d, c, per_matrix, size, depth, alpha, beta,
                 stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
@@ -334,6 +354,7 @@ def symmetric_product(
         "GROUP": config.group,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        "maxnreg": config.registers,
     }
     described = _descriptors(a, b, config) if config.tma else None
     with torch.cuda.device_of(a):
