@@ -14,9 +14,9 @@ from torchtitan_dmuon.dmuon.assignment import MatrixCost, assign
 
 
 def default_flops(m, n):
-    """Of Newton-Schulz with its defaults: the Gram form, and the direct one where that is cheaper."""
+    """Of Newton-Schulz with its defaults, half of each symmetric product: the Gram form, which square matrices tie."""
     s, wide = min(m, n), max(m, n)
-    return 28 * s**3 + 8 * s * s * wide if wide > 1.5 * s else 10 * s**3 + 20 * s * s * wide
+    return 14 * s**3 + 6 * s * s * wide
 
 
 def costs_of(blocks, layers, prefix="layers."):

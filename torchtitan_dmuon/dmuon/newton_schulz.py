@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .ns_backend import Kernel, check_kernel, default_device, select_kernel
+
 Coefficients = tuple[tuple[float, float, float], ...]
 
 BACKENDS = ("gram", "direct")
@@ -24,6 +26,11 @@ _EPS = 1e-7
 
 # Five steps cost 20a + 10 in the direct form and 8a + 28 in the Gram form, in units of s^3 for aspect ratio a.
 _GRAM_MIN_ASPECT = 1.5
+# With half of each symmetric product 15a + 5 and 6a + 14: equal at 1, where direct is the more accurate.
+_GRAM_MIN_ASPECT_SYMMETRIC = 1.0
+
+# [s, s] buffers of each form.
+_DIRECT_SQUARES, _GRAM_SQUARES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -80,17 +87,24 @@ COEFFICIENTS: dict[str, CoefficientSet] = {
 
 
 class NewtonSchulz:
-    """A choice of form, coefficients and number of steps; calling it orthogonalises.
+    """A choice of form, coefficients, number of steps and kernel; calling it orthogonalises.
 
     Args:
-        backend: ``direct``, or ``gram``: the Gram form where it needs fewer operations (long side more than 1.5 times
-            the short one) and the direct form, which is then cheaper and more accurate, elsewhere.
+        backend: ``direct``, or ``gram``: the Gram form where it needs fewer operations, and the direct form, which is
+            then no dearer and more accurate, elsewhere. Gram needs fewer when the long side is more than 1.5 times the
+            short one, or more than once where the kernel computes half of each symmetric product.
         coefficients: a name of ``COEFFICIENTS`` or a sequence of (a, b, c).
         steps: how many; default all of the set. More than the set holds only where the set repeats.
         restart_iterations: steps after which the Gram form restarts; default the set's own.
+        kernel: ``cublas`` (PyTorch's products, on any device), ``triton``, ``quack``, or ``auto``: what the
+            environment variable DMUON_NS_KERNEL names, else a fixed rule on the device and the short side.
+        deterministic: the result of a matrix depends on nothing but itself: not on what else is in its stack, hence
+            not on how many ranks share the matrices. Each is then computed alone, which is slower for small ones.
+            Without it runs repeat too, as long as the same matrices are stacked.
 
     Raises:
-        ValueError: unknown names, too many steps, restarts out of range, or Gram with a set it is not safe for.
+        ValueError: unknown names, too many steps, restarts out of range, Gram with a set it is not safe for, or a
+            kernel that is not installed.
     """
 
     def __init__(
@@ -99,6 +113,8 @@ class NewtonSchulz:
         coefficients: str | Sequence[tuple[float, float, float]] = "polar_express",
         steps: int | None = None,
         restart_iterations: Sequence[int] | None = None,
+        kernel: str = "auto",
+        deterministic: bool = False,
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"Newton-Schulz backend must be one of {BACKENDS}, got {backend!r}")
@@ -131,73 +147,138 @@ class NewtonSchulz:
         self.name = name
         self.coefficients: Coefficients = triples[:steps]
         self.restarts = tuple(at for at in restarts or () if at < steps)
+        self.kernel = check_kernel(kernel)
+        self.deterministic = deterministic
 
     @property
     def steps(self) -> int:
         return len(self.coefficients)
 
-    def _gram_pays(self, m: int, n: int) -> bool:
-        return self.backend == "gram" and max(m, n) > _GRAM_MIN_ASPECT * min(m, n)
+    @staticmethod
+    def compute_dtype(device: torch.device) -> torch.dtype:
+        """Of the iteration: float16 (with float32 accumulation) on CUDA, float32 elsewhere."""
+        return torch.float16 if device.type == "cuda" else torch.float32
 
-    def flops(self, m: int, n: int) -> int:
-        """Floating-point operations (2 a multiply-add) for one [m, n] matrix, symmetric products counted in full."""
+    def _gram_pays(self, m: int, n: int, symmetric: bool) -> bool:
+        min_aspect = _GRAM_MIN_ASPECT_SYMMETRIC if symmetric else _GRAM_MIN_ASPECT
+        return self.backend == "gram" and max(m, n) > min_aspect * min(m, n)
+
+    def _plan(self, m: int, n: int, device: torch.device | None) -> tuple[Kernel, bool]:
+        """The kernel for [m, n] matrices, and whether the Gram form is taken."""
+        kernel = select_kernel(self.kernel, default_device() if device is None else device, min(m, n))
+        return kernel, self._gram_pays(m, n, kernel.symmetric)
+
+    def _segments(self) -> list[Coefficients]:
+        """The steps between two restarts."""
+        return [self.coefficients[a:b] for a, b in itertools.pairwise((0, *self.restarts, self.steps))]
+
+    def _count(self, m: int, n: int, symmetric: bool) -> int:
         s, wide = min(m, n), max(m, n)
-        if not self._gram_pays(m, n):
-            return self.steps * (4 * s * s * wide + 2 * s**3)
-        bounds = (0, *self.restarts, self.steps)
-        small = sum(4 * (stop - start) - 3 for start, stop in itertools.pairwise(bounds))
-        return (len(bounds) - 1) * 4 * s * s * wide + 2 * small * s**3
+        full, product = 2 * s * s, s * s if symmetric else 2 * s * s  # times the inner dimension
+        if not self._gram_pays(m, n, symmetric):
+            return self.steps * (product * wide + product * s + full * wide)
+        segments = self._segments()
+        return len(segments) * (product + full) * wide + sum(4 * len(steps) - 3 for steps in segments) * product * s
+
+    def flops(self, m: int, n: int, device: torch.device | None = None) -> int:
+        """Floating-point operations (2 a multiply-add) that one [m, n] matrix takes on ``device`` (default: this
+        process's). A kernel that computes half of a symmetric product is counted with half."""
+        return self._count(m, n, self._plan(m, n, device)[0].symmetric)
+
+    def workspace_bytes(self, batch: int, m: int, n: int, device: torch.device | None = None) -> int:
+        """Memory :meth:`iterate` allocates for a [batch, m, n] stack, beside the stack itself."""
+        device = default_device() if device is None else device
+        squares = _GRAM_SQUARES if self._plan(m, n, device)[1] else _DIRECT_SQUARES
+        elements = squares * min(m, n) ** 2 + m * n
+        return (min(batch, 1) if self.deterministic else batch) * elements * self.compute_dtype(device).itemsize
 
     @torch.no_grad()
     def __call__(self, matrices: torch.Tensor) -> torch.Tensor:
         """Orthogonalise ``matrices`` [..., m, n] (any floating dtype, not changed) and return float32 [..., m, n].
 
-        The Frobenius norm is taken in float32 before any cast. The iteration runs in float16 with float32
-        accumulation on CUDA and in float32 elsewhere. A zero matrix gives zero.
+        The Frobenius norm is taken in float32 before any cast. A zero matrix gives zero.
         """
         if matrices.ndim < 2:
             raise ValueError(f"Newton-Schulz needs matrices, got shape {list(matrices.shape)}")
-        stack = matrices.reshape(-1, *matrices.shape[-2:])
-        tall = stack.shape[-2] > stack.shape[-1]
-        x = (stack.mT if tall else stack).float()
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-        compute = torch.float16 if x.is_cuda else torch.float32
-        x = (x / (norm + _EPS)).to(compute).contiguous()
-        x = self._gram(x) if self._gram_pays(*x.shape[-2:]) else self._direct(x)
-        x = x.mT if tall else x
-        return x.reshape(matrices.shape).float()
+        x = matrices.reshape(-1, *matrices.shape[-2:]).float()
+        if self.deterministic and len(x):
+            norm = torch.stack([torch.linalg.vector_norm(matrix) for matrix in x])[:, None, None]
+        else:
+            norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        x = (x / (norm + _EPS)).to(self.compute_dtype(x.device)).contiguous()
+        return self.iterate(x).reshape(matrices.shape).float()
 
-    def _direct(self, x: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def iterate(self, x: torch.Tensor) -> torch.Tensor:
+        """The iteration alone, for callers that normalise.
+
+        Args:
+            x: [B, m, n] in ``compute_dtype(x.device)``, each matrix of Frobenius norm at most 1. It is used as
+                workspace: its content is lost.
+
+        Returns:
+            [B, m, n] in the same dtype, ``x`` itself or a new tensor.
+        """
+        if x.ndim != 3:
+            raise ValueError(f"iterate needs a stack [B, m, n], got shape {list(x.shape)}")
+        if x.numel() == 0:
+            return x
+        kernel, gram = self._plan(*x.shape[1:], x.device)
+        form = self._gram if gram else self._direct
+        if not self.deterministic:
+            return form(x, kernel)
+        for index in range(len(x)):
+            one = x[index : index + 1]
+            one.copy_(form(one, kernel))
+        return x
+
+    def _direct(self, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+        r, z = _squares(x, _DIRECT_SQUARES)
+        y = torch.empty_like(x)
         for a, b, c in self.coefficients:
-            r = x @ x.mT
-            z = torch.baddbmm(r, r, r, beta=b, alpha=c)
-            x = torch.baddbmm(x, z, x, beta=a)
+            kernel.gram(x, out=r)
+            kernel.product(r, r, r, alpha=c, beta=b, out=z)
+            torch.baddbmm(x, *_applied(z, x), beta=a, out=y)
+            x, y = y, x
         return x
 
-    def _gram(self, x: torch.Tensor) -> torch.Tensor:
-        bounds = (0, *self.restarts, self.steps)
-        for start, stop in itertools.pairwise(bounds):
-            r = x @ x.mT
-            q: torch.Tensor | None = None  # None stands for the identity
-            for step in range(start, stop):
-                a, b, c = self.coefficients[step]
-                z = torch.baddbmm(r, r, r, beta=b, alpha=c)
-                if q is None:
-                    q = z.clone()
-                    q.diagonal(dim1=-2, dim2=-1).add_(a)
-                else:
-                    q = torch.baddbmm(q, q, z, beta=a)
-                if step + 1 < stop:
+    def _gram(self, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+        r, z, p, q = _squares(x, _GRAM_SQUARES)
+        y = torch.empty_like(x)
+        for steps in self._segments():
+            kernel.gram(x, out=r)
+            for index, (a, b, c) in enumerate(steps):
+                kernel.product(r, r, r, alpha=c, beta=b, out=z)
+                if index + 1 < len(steps):
                     # a is added outside the products: folded into z it would cancel in the small eigenvalues of r.
-                    p = torch.baddbmm(r, r, z, beta=a)
-                    r = torch.baddbmm(p, z, p, beta=a)
-            x = q @ x
+                    kernel.product(r, z, r, alpha=1.0, beta=a, out=p)
+                    kernel.product(z, p, p, alpha=1.0, beta=a, out=r)
+                if index == 0:
+                    q.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)  # q was the identity
+                else:
+                    kernel.product(q, z, q, alpha=1.0, beta=a, out=p)
+                    p, q = q, p
+            torch.bmm(*_applied(q, x), out=y)
+            x, y = y, x
         return x
+
+
+def _squares(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Workspace: ``count`` tensors [B, s, s]."""
+    s = min(x.shape[1:])
+    return [x.new_empty(len(x), s, s) for _ in range(count)]
+
+
+def _applied(square: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of the product of a symmetric ``square`` with ``x``: from the left of a wide one, from the right of
+    a tall one, which so needs no transposed copy."""
+    return (x, square) if x.shape[1] > x.shape[2] else (square, x)
 
 
 def newton_schulz_flops(m: int, n: int) -> int:
-    """FLOPs of the default Newton-Schulz for one [m, n] matrix: the cost by which owners are chosen."""
-    return NewtonSchulz().flops(m, n)
+    """FLOPs of the default Newton-Schulz for one [m, n] matrix on a GPU with symmetric products: the cost by which
+    owners are chosen. The same on every machine, whatever kernel runs there."""
+    return NewtonSchulz(kernel="cublas")._count(m, n, symmetric=True)
 
 
 def newton_schulz(
@@ -205,6 +286,7 @@ def newton_schulz(
     steps: int | None = None,
     backend: str = "gram",
     coefficients: str | Sequence[tuple[float, float, float]] = "polar_express",
+    kernel: str = "auto",
 ) -> torch.Tensor:
     """Orthogonalise ``matrices`` [..., m, n]; see :class:`NewtonSchulz`. Returns float32 [..., m, n]."""
-    return NewtonSchulz(backend, coefficients, steps)(matrices)
+    return NewtonSchulz(backend, coefficients, steps, kernel=kernel)(matrices)
