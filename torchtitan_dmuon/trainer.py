@@ -84,7 +84,7 @@ class Trainer:
                 "training.seq_len": training.seq_len,
             },
         )
-        newton_schulz = build_newton_schulz(config)
+        build_newton_schulz(config)  # checks its keys
         loader_options = {**vars(training.dataloader), "dp_size": dims.dp_size, "seed": config.debug.seed}
 
         def dataset_of(section: str, seq_len: int) -> PackedDataset:
@@ -144,9 +144,8 @@ class Trainer:
         scheduled = self._resume()
         self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, training.steps, scheduled)
         ns_flops = 0
-        if config.optimizer.name == "DMuon":
-            owned = dmuon.get_owned_params(self.model)
-            ns_flops = sum(newton_schulz.flops(*piece.shape) for piece in owned if piece.spec.route == "muon")
+        if isinstance(self.optimizer, dmuon.Muon):
+            ns_flops = self.optimizer.newton_schulz_flops
         self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
 
     # ---------------------------------------------------------------- building
