@@ -376,12 +376,16 @@ class Trainer:
 
 def _writable_folder(config: JobConfig) -> Path:
     folder = Path(config.job.dump_folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError("job.dump_folder", None, f"cannot write to {folder}: {error.strerror}") from None
+    needed = {"job.dump_folder": folder}
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        needed["checkpoint.folder"] = folder / config.checkpoint.folder
+    for key, path in needed.items():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise ConfigError(key, None, f"cannot write to {path}: {error.strerror}") from None
     return folder
 
 
