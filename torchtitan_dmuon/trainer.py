@@ -254,7 +254,11 @@ class Trainer:
             while self.step < config.training.steps and not stopped:
                 self.step += 1
                 lr = self.scheduler.get_last_lr()[0]
-                loss, grad_norm = self._train_step(batches)
+                try:
+                    loss, grad_norm = self._train_step(batches)
+                except NonFiniteError:  # on every rank: let a save that runs behind the training become durable
+                    self.checkpointer.close()
+                    raise
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
                     self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)

@@ -188,9 +188,15 @@ class Saver:
             finish(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group))
             return
         stager = self._stager or LogicalStager(behind=False)
-        response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
+        try:
+            response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
+        except (RuntimeError, MemoryError) as error:
+            problem = f"rank {dist.get_rank()}: the tensors cannot be copied to host memory ({_reason(error)})"
+            raise CheckpointError(_message(final, problem)) from error
         upload: Future = response if isinstance(response, Future) else response.upload_completion
         self._staging = None if isinstance(response, Future) else response.staging_completion
+        if stager is not self._stager:
+            upload.add_done_callback(lambda _: stager.close())  # it would keep the copy
         self._pending = self._thread.submit(finish, upload.result)
 
     def _prepare(self, final: Path, temporary: Path, state: TrainState, config_toml: str) -> None:
