@@ -6,6 +6,9 @@
 #   LOG_RANK     local ranks whose output is shown, as 0,1 (default 0)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same call on each
 #   PYTHON       interpreter to start from (default python3; see scripts/setup.sh)
+#
+# SIGTERM and SIGINT save and end the run with exit code 0, SIGUSR1 saves. Under Slurm: `#SBATCH --signal=TERM@180` and
+# `srun ./run_train.sh` (one task a node); checkpoint.grace_seconds should be less than the 180.
 set -euo pipefail
 
 CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_model.toml}
@@ -53,7 +56,8 @@ else
     )
 fi
 
-# exec: signals reach the launcher, and its exit code is ours.
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" \
+# exec: signals reach the launcher, which passes SIGTERM, SIGINT (save and end) and SIGUSR1 (save) on to the processes of
+# this node; its exit code is ours.
+exec "$PYTHON" -m torchtitan_dmuon.launch "${rendezvous[@]}" --nproc-per-node "$NGPU" \
     --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
     train.py --job.config_file "$CONFIG_FILE" "$@"

@@ -14,7 +14,7 @@ from torchtitan_dmuon.signals import SignalWatch
 from torchtitan_dmuon.trainer import NonFiniteError, Trainer
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], trainer: type[Trainer] = Trainer) -> int:
     """Returns the exit code: 0, or 1 after one line that says what is wrong."""
     rank, _, _ = world_from_env()
     try:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         logger.info("Resolved config:\n%s", config_to_toml(config))
     try:
         with SignalWatch(config.checkpoint.grace_seconds) as signals:
-            Trainer(config, signals).train()
+            trainer(config, signals).train()
     except (ConfigError, DataError, CheckpointError, NonFiniteError) as error:
         logger.error("error: %s", " ".join(str(error).split()))
         return 1

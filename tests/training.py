@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -56,6 +58,7 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -
             traceback.print_exc()
             code = -1
     gc.enable()
+    faulthandler.register(signal.SIGUSR1)  # the pool's, which train.py has taken
     Path(folder, f"{rank}.code").write_text(str(code))
 
 
@@ -77,13 +80,15 @@ def train(world: int, *arguments: str, timeout: float = 120, fresh: bool = False
     return run
 
 
-def start_torchrun(world: int, *arguments: str) -> subprocess.Popen:
-    """``train.py`` under torchrun's agent, as ``run_train.sh`` starts it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+def start_torchrun(
+    world: int, *arguments: str, launcher: str = "torchtitan_dmuon.launch", **environment: str
+) -> subprocess.Popen:
+    """``train.py`` under our launcher, as ``run_train.sh`` starts it, or under plain ``torch.distributed.run``."""
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(world)]
     return subprocess.Popen(
         [*command, "train.py", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

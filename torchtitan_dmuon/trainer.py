@@ -253,7 +253,11 @@ class Trainer:
             while self.step < config.training.steps and not stopped:
                 self.step += 1
                 lr = self.scheduler.get_last_lr()[0]
-                loss, grad_norm = self._train_step(batches)
+                try:
+                    loss, grad_norm = self._train_step(batches)
+                except NonFiniteError:  # on every rank: let a save that runs behind the training become durable
+                    self.checkpointer.close()
+                    raise
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
                     self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)
@@ -375,12 +379,16 @@ class Trainer:
 
 def _writable_folder(config: JobConfig) -> Path:
     folder = Path(config.job.dump_folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError("job.dump_folder", None, f"cannot write to {folder}: {error.strerror}") from None
+    needed = {"job.dump_folder": folder}
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        needed["checkpoint.folder"] = folder / config.checkpoint.folder
+    for key, path in needed.items():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise ConfigError(key, None, f"cannot write to {path}: {error.strerror}") from None
     return folder
 
 

@@ -235,9 +235,8 @@ class Checkpointer:
             path = step_folder(self.folder, step)
             try:
                 contents = TrainState.read(path).contents
-            except CheckpointError as error:
-                logger.warning("Skipping checkpoint %s", error)
-                continue
+            except CheckpointError:
+                contents = FULL  # complete but corrupted: loading it says so
             if contents == FULL or step == self.config.load_step:
                 steps.append(step)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,6 +89,19 @@ class LogicalStager(AsyncStager):
         self._inner.close()
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Tells of a full disk as such: when a write fails, ``torch.save`` goes on to fail in ways of its own."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise (cause or error) from None
+
+
 class Saver:
     """Writes checkpoints, one at a time. Every method is collective unless it says otherwise.
 
@@ -166,7 +178,7 @@ class Saver:
         self.wait()
         temporary = temporary_folder(final)
         self._prepare(final, temporary, state, config_toml)
-        writer = dcp.FileSystemWriter(temporary)  # fsyncs every file
+        writer = _Writer(temporary)  # fsyncs every file
 
         def finish(upload: Callable[[], object]) -> None:
             self._upload(upload, final)
@@ -176,9 +188,15 @@ class Saver:
             finish(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group))
             return
         stager = self._stager or LogicalStager(behind=False)
-        response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
+        try:
+            response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
+        except (RuntimeError, MemoryError) as error:
+            problem = f"rank {dist.get_rank()}: the tensors cannot be copied to host memory ({_reason(error)})"
+            raise CheckpointError(_message(final, problem)) from error
         upload: Future = response if isinstance(response, Future) else response.upload_completion
         self._staging = None if isinstance(response, Future) else response.staging_completion
+        if stager is not self._stager:
+            upload.add_done_callback(lambda _: stager.close())  # it would keep the copy
         self._pending = self._thread.submit(finish, upload.result)
 
     def _prepare(self, final: Path, temporary: Path, state: TrainState, config_toml: str) -> None:
@@ -262,14 +280,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _message(final: Path, problem: str) -> str:
-    hint = ""
-    try:
-        stats = os.statvfs(final.parent)
-        if stats.f_bavail * stats.f_frsize < 1 << 30:
-            hint = f" ({stats.f_bavail * stats.f_frsize >> 20} MiB are free there)"
-    except OSError:
-        pass
-    return f"cannot write checkpoint {final}: {problem}{hint}; the checkpoints before it are untouched"
+    return f"cannot write checkpoint {final}: {problem}; the checkpoints before it are untouched"
 
 
 def model_only_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:

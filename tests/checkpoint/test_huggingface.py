@@ -1,0 +1,149 @@
+"""HuggingFace folders: written, read back, and the same logits as ours through transformers."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from models import get_model_args, get_model_spec
+from scripts.convert_checkpoint import main as convert
+from tests.checkpoint.toy import read_checkpoint
+from tests.test_trainer import assert_refused
+from tests.training import tiny, train, write_corpus
+
+SPEC = get_model_spec("llama3")
+ARGS = dataclasses.replace(get_model_args("llama3", "debugmodel"), vocab_size=257)
+TOKENS = torch.randint(257, (2, 50), generator=torch.Generator().manual_seed(1))
+
+pytestmark = pytest.mark.dist
+
+
+def our_model(weights):
+    """The plain model with the ``model.`` tensors of a checkpoint."""
+    model = SPEC.build(ARGS)
+    model.load_state_dict({n.removeprefix("model."): t.float() for n, t in weights.items() if n.startswith("model.")})
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        out = model(TOKENS)
+    return out.logits if hasattr(out, "logits") else out
+
+
+def hf_logits(folder, kind=LlamaForCausalLM):
+    return logits(kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps on two ranks, vocabulary 257."""
+    folder = tmp_path_factory.mktemp("run")
+    write_corpus(folder / "corpus")
+    done = train(2, *tiny(folder, training__steps=2))
+    assert done.codes == [0, 0], done.output
+    return folder
+
+
+def test_to_huggingface_and_back(run, tmp_path):
+    checkpoint = run / "out/checkpoint/step-2"
+    assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf"), "--max_shard_gb", "0.01"]) == 0
+    weights = read_checkpoint(checkpoint)
+    expected = logits(our_model(weights))
+    for kind in (LlamaForCausalLM, AutoModelForCausalLM):
+        torch.testing.assert_close(hf_logits(tmp_path / "hf", kind), expected, atol=2e-5, rtol=1e-5)
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert len(files) > 1 and set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(4 * t.numel() for n, t in weights.items() if n.startswith("model."))
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["vocab_size"], config["max_position_embeddings"], config["torch_dtype"]) == (257, 2048, "float32")
+
+    assert convert(["from-hf", str(tmp_path / "hf"), str(tmp_path / "back"), "--model", "llama3"]) == 0
+    back = read_checkpoint(tmp_path / "back")
+    assert back.keys() == {name for name in weights if name.startswith("model.")}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
+
+
+def test_what_transformers_writes_is_read(run, tmp_path):
+    """A folder that transformers saved, in bf16, as the start of a run on another number of ranks."""
+    checkpoint = run / "out/checkpoint/step-2"
+    assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path / "theirs", max_shard_size="5MB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    for path, in_hf in ((tmp_path / "theirs", True), (tmp_path / "ours", False)):
+        if not in_hf:
+            assert convert(["from-hf", str(tmp_path / "theirs"), str(path), "--model", "llama3"]) == 0
+        done = train(
+            4,
+            *tiny(
+                run,
+                job__dump_folder=tmp_path / f"out-{in_hf}",
+                training__steps=1,
+                lr_scheduler__warmup_steps=0,
+                optimizer__lr="1e-30",  # moves nothing that float32 can show
+                optimizer__weight_decay=0,
+                parallelism__tensor_parallel_degree=2,
+                checkpoint__initial_load_path=path,
+                checkpoint__initial_load_in_hf=in_hf,
+            ),
+        )
+        assert done.codes == [0] * 4, done.output
+        found = read_checkpoint(tmp_path / f"out-{in_hf}/checkpoint/step-1")
+        expected = saved.float().state_dict()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[f"model.{SPEC.hf.from_hf(name)}"], tensor, atol=1e-20, rtol=0)
+
+
+@pytest.mark.parametrize("in_hf", [True, False])
+def test_last_save(run, tmp_path, in_hf):
+    done = train(
+        2,
+        *tiny(
+            run,
+            job__dump_folder=tmp_path / "out",
+            training__steps=3,
+            checkpoint__last_save_model_only=True,
+            checkpoint__last_save_in_hf=in_hf,
+            checkpoint__export_dtype="bfloat16",
+        ),
+    )
+    assert done.codes == [0, 0], done.output
+    last = tmp_path / "out/checkpoint/step-3"
+    if in_hf:
+        exported = logits(LlamaForCausalLM.from_pretrained(last, dtype=torch.float32, attn_implementation="eager"))
+        assert not list(last.glob("*.distcp"))
+    else:
+        weights = read_checkpoint(last)
+        assert {t.dtype for t in weights.values()} == {torch.bfloat16}
+        assert all(name.startswith("model.") for name in weights)
+        exported = logits(our_model(weights))
+    # The full checkpoint of the step before is still the one to go on from, and gives the last step again.
+    again = train(2, *tiny(run, job__dump_folder=tmp_path / "out", training__steps=3))
+    assert again.codes == [0, 0] and list(again.steps) == [3], again.output
+    assert "it holds only weights" in again.output
+    full = our_model({n: t.to(torch.bfloat16) for n, t in read_checkpoint(last).items() if n.startswith("model.")})
+    torch.testing.assert_close(exported, logits(full), atol=2e-5, rtol=1e-5)
+
+
+def test_weights_of_another_model_are_refused(run, tmp_path):
+    assert convert(["to-hf", str(run / "out/checkpoint/step-2"), str(tmp_path / "hf")]) == 0
+    options = {"checkpoint__initial_load_path": tmp_path / "hf", "checkpoint__initial_load_in_hf": True}
+    options |= {"job__dump_folder": tmp_path / "out"}
+    other = train(2, *tiny(run, model__flavor="160M", **options))
+    assert_refused(other, "model.embed_tokens.weight is [257, 256] there, llama3 160M has [257, 768]")
+    shutil.rmtree(tmp_path / "hf")
+    assert_refused(train(2, *tiny(run, **options)), "cannot load HuggingFace weights from")
+
+
+def test_converting_refuses_in_one_line(run, tmp_path, capsys):
+    assert convert(["to-hf", str(tmp_path), str(tmp_path / "hf")]) == 1
+    assert "is no complete checkpoint (half-written, checksums.json is missing)" in capsys.readouterr().err
+    assert convert(["to-hf", str(run / "out/checkpoint/step-2"), str(tmp_path)]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert convert(["from-hf", str(tmp_path), str(tmp_path / "new"), "--model", "llama3"]) == 1
+    assert "has no *.safetensors files" in capsys.readouterr().err and not (tmp_path / "new").exists()
