@@ -26,7 +26,7 @@ from torchtitan_dmuon.checkpoint.directory import (
 )
 from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
 from torchtitan_dmuon.distributed import agree
-from torchtitan_dmuon.dmuon.state_dict import Chunks, parts_of
+from torchtitan_dmuon.dmuon.chunks import Chunks, parts_of
 
 
 class LogicalStager(AsyncStager):

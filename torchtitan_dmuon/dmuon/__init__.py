@@ -23,6 +23,7 @@ from .materialize import initialize_undedicated, materialize
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
 from .ns_backend import get_backend_status, get_ns_backend
+from .optimizer_state import convert_ema_momentum, state_dict_from_torch
 from .qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
 from .runtime import (
     dedicate_params,
@@ -66,6 +67,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_gradients_",
     "clip_total_grad_norm_",
+    "convert_ema_momentum",
     "dedicate_params",
     "format_ownership_table",
     "get_backend_status",
@@ -94,6 +96,7 @@ __all__ = [
     "split_heads",
     "split_interleaved",
     "split_sizes",
+    "state_dict_from_torch",
     "summarize_comm_plan",
     "summarize_param_groups",
 ]

@@ -13,13 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import adamw
+from .classify import canonical_fqn
 from .fsdp2 import sharded_parameters
 from .matrices import SCALES, MatrixStack, MatrixView, UpdateRule, check_normuon, neuron_dim
 from .newton_schulz import NewtonSchulz
+from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from .param_groups import lower_param_groups
 from .qk_clip import QKClip
 from .runtime import runtime_of
-from .storage import Piece
+from .storage import DedicatedParam, Piece
 
 
 class Muon(torch.optim.Optimizer):
@@ -107,6 +109,9 @@ class Muon(torch.optim.Optimizer):
             },
         )
         super().__init__(groups, defaults={})
+        frozen = {dp.param: dp.fqn for dp in self.runtime.params if not dp.spec.trainable}
+        # Every parameter of the groups -> its canonical name.
+        self.names = {param: canonical_fqn(name) for name, param in trainable.items()} | frozen
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._undedicated = {id(param) for param in others}
         self.plain_adamw = self._build_adamw(adamw_implementation)
@@ -173,6 +178,37 @@ class Muon(torch.optim.Optimizer):
         if piece.spec.route == "muon":
             names = ("momentum_buffer",) if self.rule.normuon_beta2 is None else ("momentum_buffer", "second_moment")
         return {name: self.state[piece.param][state_key(piece, name)] for name in names}
+
+    def state_layout(self, dp: DedicatedParam) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the state of a dedicated parameter, by name, whoever owns it."""
+        shape, dtype = dp.shape, dp.spec.optim_dtype
+        if dp.spec.route != "muon":
+            return {"step": ((), torch.float32), "exp_avg": (shape, dtype), "exp_avg_sq": (shape, dtype)}
+        layout = {"momentum_buffer": (shape, dtype)}
+        if self.rule.normuon_beta2 is not None:
+            neurons = list(shape)
+            neurons[-2 if dp.spec.transposed else -1] = 1
+            layout["second_moment"] = (tuple(neurons), torch.float32)
+        return layout
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, hyperparameters by group, and how the momentum was made: see
+        ``optimizer_state.py``. The same keys on every rank; tensors are live. For DCP:
+        ``dcp.save({"optimizer": optimizer.state_dict()})``, and to load, ``dcp.load`` into the same and then
+        :meth:`load_state_dict`. Not collective."""
+        return optimizer_state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over state and, where the dict has ``param_groups``, hyperparameters. Not collective.
+
+        Args:
+            state_dict: of :meth:`state_dict`, on the same mesh or loaded by DCP, or with whole tensors, as of one
+                process or from :func:`state_dict_from_torch`; every rank passes it.
+
+        Raises:
+            ValueError: other groups, parameters or shapes, or momentum of another form; nothing has changed then.
+        """
+        load_optimizer_state_dict(self, state_dict)
 
     @torch.no_grad()
     def step(

@@ -1,0 +1,226 @@
+"""``optimizer.state_dict()`` and ``load_state_dict()``."""
+
+import copy
+import logging
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import dmuon
+from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
+from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.pool import distributed
+from torchtitan_dmuon.dmuon.chunks import parts_of
+
+MESHES = {"4": None, "2x2": (2, 2, 1), "1x2x2": (1, 2, 2)}
+ROUTES = {
+    "predicate": lambda n, p: p.requires_grad,
+    "param_policy": {
+        "defaults": {"route": "adamw"},
+        "overrides": [
+            {"name": "proj.weight", "set": {"route": "muon"}},
+            {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+        ],
+    },
+    "shard": False,
+}
+
+
+def shared_folder():
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+@pytest.mark.parametrize("normuon", [False, True])
+@pytest.mark.parametrize("routes", ["fsdp2", "dedicated"])
+@pytest.mark.parametrize("mesh", MESHES)
+@distributed(world=4)
+def test_a_round_trip_through_dcp_is_bitwise(rank, world, mesh, routes, normuon):
+    options = {"mesh": MESHES[mesh], "muon": {"normuon": normuon}, **(ROUTES if routes == "dedicated" else {})}
+    data = rank // (2 if mesh == "1x2x2" else 1)
+    model, optimizer = build(world, **options)
+    train(model, optimizer, 2, data)
+    state = optimizer.state_dict()
+    keys = sorted((fqn, key) for fqn, values in state["state"].items() for key in values)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, (keys, state["param_groups"], state["muon"]))
+    assert all(other == everyone[0] for other in everyone)
+    assert {fqn for fqn, _ in keys} == {name for name, _ in ToyModel().named_parameters()}
+    for fqn, values in state["state"].items():
+        shape = dict(ToyModel().named_parameters())[fqn].shape
+        for key, value in values.items():
+            expected = (
+                torch.Size([shape[0], 1]) if key == "second_moment" else torch.Size([]) if key == "step" else shape
+            )
+            assert value.size() == expected, (fqn, key)
+    folder = shared_folder()
+    dcp.save({"model": dmuon.get_model_state_dict(model), "optimizer": state}, checkpoint_id=folder)
+
+    optimizer.param_groups[0]["lr"] = 0.5  # what was saved wins over what is there
+    train(model, optimizer, 2, data, start=2)
+    saved = {name: weight.clone() for name, weight in full_weights(model).items()}
+
+    again, other = build(world, ToyModel(seed=5), **options)
+    held = {"model": dmuon.get_model_state_dict(again), "optimizer": other.state_dict()}
+    dcp.load(held, checkpoint_id=folder)
+    dmuon.publish_weights(again)
+    other.load_state_dict(held["optimizer"])
+    assert other.param_groups[0]["lr"] == 0.02
+    other.param_groups[0]["lr"] = 0.5
+    train(again, other, 2, data, start=2)
+    assert_same(full_weights(again), saved, atol=0, rtol=0)
+
+
+@distributed(world=2)
+def test_a_copy_in_memory_loads(rank, world):
+    model, optimizer = build(world, muon={"lr": 0.03})
+    train(model, optimizer, 2, rank)
+    weights = {name: t.clone() for name, t in dmuon.get_model_state_dict(model).items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 1, rank, start=2)
+    expected = full_weights(model)
+    dmuon.set_model_state_dict(model, weights)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 1, rank, start=2)
+    assert_same(full_weights(model), expected, atol=0, rtol=0)
+
+
+class TorchOracle:
+    """``torch.optim.Muon`` and ``torch.optim.AdamW``, with our coefficients and heavy numerics left as PyTorch's: only
+    its state is compared."""
+
+    def __init__(self, model, named):
+        split = [(n, p) for n, p in model.named_parameters()]
+        muon = [(n, p) if named else p for n, p in split if is_proj(n, p)]
+        rest = [(n, p) if named else p for n, p in split if not is_proj(n, p)]
+        self.muon = torch.optim.Muon(muon, lr=0.02, momentum=0.95, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.01)
+        self.model = model
+
+    def step(self):
+        self.muon.step()
+        self.adamw.step()
+        self.model.zero_grad()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@distributed(world=2)
+def test_the_state_of_torch_optimizers_of_one_process_loads(rank, world, named):
+    """The next step is the one that heavy-ball momentum of the same history gives."""
+    plain = ToyModel()
+    torch_run = TorchOracle(plain, named)
+    gradients = []
+    for step in range(3):
+        for other in range(world):
+            tokens, labels = batch(step, other)
+            (loss_of(plain(tokens), labels) / world).backward()
+        gradients.append({name: p.grad.clone() for name, p in plain.named_parameters()})
+        torch_run.step()
+    names = [[n for n, p in plain.named_parameters() if is_proj(n, p) == muon] for muon in (True, False)]
+    state = dmuon.state_dict_from_torch(
+        torch_run.muon.state_dict(), torch_run.adamw.state_dict(), *([] if named else names)
+    )
+    start = ToyModel()
+    start.load_state_dict(plain.state_dict())
+    model, optimizer = build(world, start)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 1, rank, start=3)
+
+    oracle = ToyModel()
+    oracle.load_state_dict(plain.state_dict())
+    expected = OracleMuon(oracle, is_proj)
+    for name in names[0]:
+        m = torch.zeros_like(gradients[0][name])
+        for each in gradients:
+            m = 0.95 * m + each[name]
+        expected.momentum[name] = m
+    moments = torch_run.adamw.state_dict()
+    moments["param_groups"] = expected.adamw.state_dict()["param_groups"]
+    expected.adamw.load_state_dict(moments)
+    train_one_process(oracle, expected, 1, world, start=3)
+    assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2)
+def test_what_does_not_fit_is_told_and_nothing_moves(rank, world):
+    model, optimizer = build(world)
+    train(model, optimizer, 1, rank)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def broken(change):
+        state = copy.deepcopy(before)
+        change(state)
+        return state
+
+    def ema(state):
+        state["muon"]["momentum_form"] = "ema"
+
+    def lost(state):
+        del state["state"]["layers.1.q_proj.weight"]["momentum_buffer"]
+
+    def alien(state):
+        state["state"]["layers.9.q_proj.weight"] = {}
+
+    def wrong_shape(state):
+        state["state"]["layers.1.q_proj.weight"]["momentum_buffer"] = torch.zeros(3, 20)
+
+    def renamed(state):
+        state["param_groups"][0]["group_name"] = "matrices"
+
+    def moved(state):
+        state["param_groups"][1]["params"].append(state["param_groups"][0]["params"].pop())
+
+    for change, message in [
+        (ema, "holds 'ema' momentum, .* dmuon.convert_ema_momentum"),
+        (lost, r"layers\.1\.q_proj\.weight: the state dict has nothing of it, momentum_buffer is missing"),
+        (alien, r"has layers\.9\.q_proj\.weight, which this optimizer has not"),
+        (
+            wrong_shape,
+            r"layers\.1\.q_proj\.weight\.momentum_buffer has shape \[3, 20\] in the state dict, here \[20, 20\]",
+        ),
+        (renamed, "has no group 'muon', only 'matrices', 'adamw'"),
+        (moved, "group 'muon' has other parameters"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(broken(change))
+    after = optimizer.state_dict()
+    for fqn, values in before["state"].items():
+        for key, value in values.items():
+            for (old, _), (new, _) in zip(parts_of(value)[1], parts_of(after["state"][fqn][key])[1], strict=True):
+                assert torch.equal(old, new)
+    with pytest.raises(ValueError, match="3 muon_names for 1 parameters"):
+        torch_muon = torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]).state_dict()
+        dmuon.state_dict_from_torch(torch_muon, torch_muon, "abc", "abc")
+    with pytest.raises(ValueError, match="muon state has no parameter names: pass muon_names"):
+        dmuon.state_dict_from_torch(torch_muon, torch_muon)
+
+
+@distributed(world=2)
+def test_another_recipe_is_said(rank, world):
+    _, optimizer = build(world)
+    state = optimizer.state_dict()
+    _, other = build(world, muon={"scale": "unit", "ns_backend": dmuon.NewtonSchulz(coefficients="kj")})
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("torchtitan_dmuon.dmuon.optimizer_state")
+    logger.addHandler(handler)
+    try:
+        other.load_state_dict(state)
+    finally:
+        logger.removeHandler(handler)
+    assert any("was made with scale match_rms_adamw, this optimizer has unit" in line for line in told)
+    assert any("was made with coefficients" in line for line in told)
+
+
+def test_ema_momentum_is_a_tenth_of_the_sum():
+    """M_ema = (1 - mu) M."""
+    state = {"state": {"w": {"momentum_buffer": torch.full((2,), 0.05), "step": torch.ones(())}}}
+    converted = dmuon.convert_ema_momentum(state, 0.95)
+    torch.testing.assert_close(converted["state"]["w"]["momentum_buffer"], torch.ones(2))
+    assert converted["state"]["w"]["step"] == 1 and converted["muon"]["momentum_form"] == "heavy_ball"
+    assert state["state"]["w"]["momentum_buffer"][0] == 0.05
