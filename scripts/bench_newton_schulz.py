@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -243,7 +244,8 @@ def compare(device: torch.device, variants: dict[str, Variant | str], shapes: li
                 rows.append([label, name, variant])
                 continue
             try:
-                ms = time_ms(lambda: variant(x), device)  # noqa: B023  (called at once)
+                run = functools.partial(variant, x)
+                ms = time_ms(run, device)
                 baseline = ms if name == "direct bf16 cuBLAS" else baseline
                 executed = ""
                 if name in KERNELS:
@@ -256,7 +258,7 @@ def compare(device: torch.device, variants: dict[str, Variant | str], shapes: li
                     direct_flops(batch, m, n) / ms / 1e9,
                     executed,
                     ms / baseline,
-                    peak_bytes(lambda: variant(x), device) / 2**20,  # noqa: B023
+                    peak_bytes(run, device) / 2**20,
                     sigma_range(variant, torch.randn(1, *small, device=device)),
                     sigma_range(variant, ill_conditioned(*small, device)),
                 ]
@@ -295,12 +297,12 @@ def whole_model(device: torch.device, variants: dict[str, Variant | str], scale:
                 batch = max(1, min(count, STACK_BYTES // one))
                 chunks = -(-count // batch)
                 batch = -(-count // chunks)  # equal chunks
-                x = torch.randn(batch, m, n, device=device)
-                ms = time_ms(lambda: variant(x), device, least=3) * count / batch  # noqa: B023
-                peak = max(peak, peak_bytes(lambda: variant(x), device))  # noqa: B023
+                run = functools.partial(variant, torch.randn(batch, m, n, device=device))
+                ms = time_ms(run, device, least=3) * count / batch
+                peak = max(peak, peak_bytes(run, device))
                 total += ms
                 parts.append(ms)
-                del x
+                del run
             rate = flops[name] / total / 1e9 if name in flops else ""
             rows.append([name, total, *parts, rate, peak / 2**30])
         except Exception as error:
