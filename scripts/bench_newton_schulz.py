@@ -326,7 +326,7 @@ def sweep(device: torch.device, sizes: list[int], batches: list[int], out: str |
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability, multiprocessors = (properties.major, properties.minor), properties.multi_processor_count
-    cases = [(kind, s, int(s * aspect), batch) for s in sizes for aspect in SWEEP_ASPECTS for batch in batches
+    cases = [(kind, s, round(s * aspect / 64) * 64, batch) for s in sizes for aspect in SWEEP_ASPECTS for batch in batches
              for kind in ("X X^T", "X^T X")]  # fmt: skip
     cases += [("r+RZ", s, s, batch) for s in sizes for batch in batches]
     failed: dict[str, str] = {}
@@ -335,7 +335,7 @@ def sweep(device: torch.device, sizes: list[int], batches: list[int], out: str |
               "rule ms", "rule"]  # fmt: skip
     print("\nsymmetric kernel; TFLOP/s of cuBLAS on the full product, of ours on half of it")
     for kind, s, k, batch in cases:
-        if kind == "X^T X" and k != int(s * 8 / 3):
+        if kind == "X^T X" and k != round(s * 8 / 3 / 64) * 64:
             continue
         shape = (batch, k, s) if kind == "X^T X" else (batch, s, k)
         x = torch.randn(shape, device=device).div_(math.sqrt(k)).to(dtype)
@@ -422,7 +422,7 @@ def main() -> int:
         try:
             sizes, batches = ([int(n) for n in text.split(",")] for text in (arguments.sizes, arguments.batches))
             if arguments.cpu_smoke:
-                sizes, batches = [48], [1]
+                sizes, batches = [64], [1]
             sweep(device, sizes, batches, arguments.out)
         except (ImportError, RuntimeError) as error:
             print(f"sweep {reason(error)}")
