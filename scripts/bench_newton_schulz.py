@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -326,8 +327,12 @@ def sweep(device: torch.device, sizes: list[int], batches: list[int], out: str |
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability, multiprocessors = (properties.major, properties.minor), properties.multi_processor_count
-    cases = [(kind, s, round(s * aspect / 64) * 64, batch) for s in sizes for aspect in SWEEP_ASPECTS for batch in batches
-             for kind in ("X X^T", "X^T X")]  # fmt: skip
+    cases = []
+    for s, aspect, batch in itertools.product(sizes, SWEEP_ASPECTS, batches):
+        k = round(s * aspect / 64) * 64  # aligned, as a model's are
+        cases.append(("X X^T", s, k, batch))
+        if aspect == SWEEP_ASPECTS[1]:
+            cases.append(("X^T X", s, k, batch))
     cases += [("r+RZ", s, s, batch) for s in sizes for batch in batches]
     failed: dict[str, str] = {}
     rows, records = [], []
@@ -335,8 +340,6 @@ def sweep(device: torch.device, sizes: list[int], batches: list[int], out: str |
               "rule ms", "rule"]  # fmt: skip
     print("\nsymmetric kernel; TFLOP/s of cuBLAS on the full product, of ours on half of it")
     for kind, s, k, batch in cases:
-        if kind == "X^T X" and k != round(s * 8 / 3 / 64) * 64:
-            continue
         shape = (batch, k, s) if kind == "X^T X" else (batch, s, k)
         x = torch.randn(shape, device=device).div_(math.sqrt(k)).to(dtype)
         a, b, d = x, x.mT, None
