@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import statistics
@@ -55,7 +56,7 @@ def time_ms(run: Callable[[], object], device: torch.device, budget_ms: float = 
         run()
         event.record()
     synchronize(device)
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -43,7 +43,22 @@ def test_the_variable_overrides_auto_alone(monkeypatch):
 
 
 def test_auto_on_the_cpu_is_pytorch():
-    assert select_kernel("auto", CPU, 4096).name == "cublas"
+    assert select_kernel("auto", CPU, 4096, 4096).name == "cublas"
+
+
+def test_auto_on_a_gpu_is_a_rule_on_the_shape(monkeypatch):
+    monkeypatch.setattr(ns_backend.TritonKernel, "unavailable", lambda *_: None)
+    device = torch.device("cuda")
+    for shape, expected in {
+        (4096, 14336): "triton",
+        (8192, 3072): "triton",
+        (512, 512): "triton",
+        (504, 4096): "cublas",  # small
+        (1000, 2999): "cublas",  # rows not aligned
+        (2999, 1000): "cublas",
+    }.items():
+        assert select_kernel("auto", device, *shape).name == expected
+    assert select_kernel("cublas", device, 4096, 4096).name == "cublas"
 
 
 def test_a_kernel_asked_for_by_name_is_not_replaced(monkeypatch):
@@ -54,7 +69,7 @@ def test_a_kernel_asked_for_by_name_is_not_replaced(monkeypatch):
     with pytest.raises(ValueError, match="kernel='triton' cannot be used: Triton cannot be imported"):
         dmuon.NewtonSchulz(kernel="triton")
     with pytest.raises(RuntimeError, match="'triton' cannot be used: Triton cannot be imported"):
-        select_kernel("triton", CPU, 4096)
+        select_kernel("triton", CPU, 4096, 4096)
 
 
 def test_where_triton_does_not_run(monkeypatch):

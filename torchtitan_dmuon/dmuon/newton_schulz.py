@@ -97,7 +97,7 @@ class NewtonSchulz:
         steps: how many; default all of the set. More than the set holds only where the set repeats.
         restart_iterations: steps after which the Gram form restarts; default the set's own.
         kernel: ``cublas`` (PyTorch's products, on any device), ``triton``, ``quack``, or ``auto``: what the
-            environment variable DMUON_NS_KERNEL names, else a fixed rule on the device and the short side.
+            environment variable DMUON_NS_KERNEL names, else a fixed rule on the device and the shape.
         deterministic: the result of a matrix depends on nothing but itself: not on what else is in its stack, hence
             not on how many ranks share the matrices. Each is then computed alone, which is slower for small ones.
             Without it runs repeat too, as long as the same matrices are stacked.
@@ -165,7 +165,7 @@ class NewtonSchulz:
 
     def _plan(self, m: int, n: int, device: torch.device | None) -> tuple[Kernel, bool]:
         """The kernel for [m, n] matrices, and whether the Gram form is taken."""
-        kernel = select_kernel(self.kernel, default_device() if device is None else device, min(m, n))
+        kernel = select_kernel(self.kernel, default_device() if device is None else device, m, n)
         return kernel, self._gram_pays(m, n, kernel.symmetric)
 
     def _segments(self) -> list[Coefficients]:

@@ -25,6 +25,9 @@ KERNEL_VARIABLE = "DMUON_NS_KERNEL"
 # the launch, which is cheaper for cuBLAS.
 _TRITON_MIN_SIZE = 512
 
+# ... and where every row begins at a multiple of 16 bytes: without that its loads are narrow.
+_ALIGNED_ELEMENTS = 8
+
 
 class Kernel(Protocol):
     """Symmetric products of stacks [B, s, s] in one dtype. ``out`` may overlap neither ``a``, ``b`` nor ``x``."""
@@ -161,8 +164,8 @@ def check_kernel(choice: str) -> str:
     return choice
 
 
-def select_kernel(choice: str, device: torch.device, s: int) -> Kernel:
-    """The kernel that runs for matrices of short side ``s``: a fixed rule, nothing is timed.
+def select_kernel(choice: str, device: torch.device, m: int, n: int) -> Kernel:
+    """The kernel that runs for [m, n] matrices: a fixed rule, nothing is timed.
 
     Raises:
         RuntimeError: the kernel asked for by name cannot run on ``device``.
@@ -170,7 +173,8 @@ def select_kernel(choice: str, device: torch.device, s: int) -> Kernel:
     if choice == "auto":
         triton = _KERNELS["triton"]
         usable = device.type == "cuda" and triton.unavailable(device) is None
-        return triton if usable and s >= _TRITON_MIN_SIZE else _KERNELS["cublas"]
+        pays = min(m, n) >= _TRITON_MIN_SIZE and m % _ALIGNED_ELEMENTS == n % _ALIGNED_ELEMENTS == 0
+        return triton if usable and pays else _KERNELS["cublas"]
     kernel = _KERNELS[choice]
     if (why := kernel.unavailable(device)) is not None:
         raise RuntimeError(f"Newton-Schulz kernel {choice!r} cannot be used: {why}; use 'auto' or 'cublas'")
@@ -208,7 +212,7 @@ def get_backend_status() -> dict[str, dict]:
 def get_ns_backend() -> str:
     """What Newton-Schulz uses by default on this machine, in one line. Raises as :func:`check_kernel`."""
     device = default_device()
-    kernel = select_kernel(check_kernel("auto"), device, _TRITON_MIN_SIZE)
+    kernel = select_kernel(check_kernel("auto"), device, _TRITON_MIN_SIZE, _TRITON_MIN_SIZE)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"Gram NS · kernel={kernel.name} (SM{major}{minor}, float16)"

@@ -254,7 +254,9 @@ def choose_tiles(s: int, k: int, batch: int, capability: tuple[int, int], multip
         # Too few large tiles to occupy the GPU.
         return TileConfig(64, 64, 64, warps=4, stages=4 if hopper else 3, tma=hopper)
     if hopper:
-        return TileConfig(128, 128, 64, warps=4, stages=4, tma=True)
+        # 98 KB of shared memory and 32,768 registers: two programs a multiprocessor, one's stores under the other's
+        # products.
+        return TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128)
     return TileConfig(128, 128, 32, warps=4, stages=3)
 
 
