@@ -59,6 +59,18 @@ def time_ms(run: Callable[[], object], device: torch.device, budget_ms: float = 
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
+def time_replayed_ms(run: Callable[[], object], budget_ms: float = 60.0) -> float:
+    """Median milliseconds of ``run`` on the GPU, replayed as a CUDA graph: what the host takes to launch is left out.
+    It must allocate nothing."""
+    estimate = time_ms(run, torch.device("cuda"), budget_ms=0.0)  # compiles, warms up
+    many = max(1, min(20, int(2.0 / estimate)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(many):
+            run()
+    return time_ms(graph.replay, torch.device("cuda"), budget_ms) / many
+
+
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Most memory ``run`` holds at once beyond what was there before; its result counts. 0 on the CPU."""
     if device.type != "cuda":

@@ -353,7 +353,8 @@ def test_cost_with_symmetric_products_is_that_of_the_table(shape):
     s, wide = min(shape), max(shape)
     direct, gram = 15 * wide * s**2 + 5 * s**3, 14 * s**3 + 6 * wide * s**2
     assert (gram < direct) == (wide > s)
-    assert newton_schulz_flops(*shape) == min(direct, gram)
+    # Up to 1.1 direct, for its accuracy.
+    assert newton_schulz_flops(*shape) == (gram if wide > 1.1 * s else direct)
 
 
 def test_flops_of_the_largest_matrix():

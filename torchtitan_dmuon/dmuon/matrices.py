@@ -2,7 +2,8 @@
 
 A piece is one matrix, a run of experts, or either cut into blocks; ``MatrixView`` is one block of it, ``MatrixStack``
 the views of one shape, which go through Newton-Schulz together. What depends on the data (was there any gradient, is
-everything finite) stays on the device as 0/1 factors, so the host never waits.
+everything finite) stays on the device as 0/1 factors, so the host never waits. On GPUs with Triton the passes are those
+of ``fused_update.py``, elsewhere PyTorch operations, which are also what the former must agree with.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .blocks import COLUMNS, Block, put, take
+from .newton_schulz import NORM_EPS, NewtonSchulz
+from .ns_backend import fused_passes
 from .storage import Piece
 
-# Elements of one float32 stack in the update; the workspace of a step is a small multiple of it.
-_STACK_ELEMENTS = 1 << 27
+if TYPE_CHECKING:
+    from .fused_update import FusedPasses  # needs Triton
+
+# Of the matrices that are orthogonalised together and of what that needs: more would not make them faster.
+_STACK_BYTES = 2 << 30
 
 # What NorMuon divides by is kept away from zero (the authors' value).
 _NORMUON_EPS = 1e-10
@@ -40,13 +47,11 @@ class UpdateRule:
     """What all matrices of an optimizer have in common.
 
     Attributes:
-        orthogonalize: [B, m, n] -> float32 [B, m, n].
         scale: a name of ``SCALES``.
         normuon_beta2: decay of NorMuon's second moment; ``None`` without NorMuon.
         cautious_weight_decay: decay only where the update does not oppose it.
     """
 
-    orthogonalize: Callable[[torch.Tensor], torch.Tensor]
     scale: str
     normuon_beta2: float | None
     cautious_weight_decay: bool
@@ -78,6 +83,11 @@ class MatrixView:
         matrices = tensor.view(-1, *tensor.shape[-2:])
         return matrices if self._block is None else take(matrices, self._block, self._dim)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether :meth:`take` gives a view."""
+        return self._block is None or self._block.groups == 1
+
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Write back what :meth:`take` gave and was changed in place."""
         if self._block is not None:
@@ -108,34 +118,101 @@ class MatrixStack:
         self.views = views
         self.shape = views[0].shape
         self._transposed = views[0].piece.spec.transposed
+        self._passes: dict[int, FusedPasses] = {}  # one a chunk: they keep their tables of addresses
 
     @property
     def count(self) -> int:
         return sum(view.count for view in self.views)
 
-    def _chunks(self) -> Iterator[list[MatrixView]]:
-        """Runs of views that fit the workspace (or one view that does not)."""
+    def update(
+        self,
+        group: dict,
+        rule: UpdateRule,
+        newton_schulz: Callable[[torch.Tensor], torch.Tensor],
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Momentum, Newton-Schulz and weight update, by the hyperparameters of the parameter group.
+
+        Args:
+            newton_schulz: a ``NewtonSchulz``, or any [B, m, n] -> float32 [B, m, n].
+        """
+        for index, views in enumerate(self._chunks(rule)):
+            passes = self._fused_passes(index, views) if isinstance(newton_schulz, NewtonSchulz) else None
+            if passes is None:
+                self._update_plain(views, group, rule, newton_schulz, found_inf)
+            else:
+                self._update_fused(passes, views, group, rule, newton_schulz, found_inf)
+
+    def _chunks(self, rule: UpdateRule) -> Iterator[list[MatrixView]]:
+        """Runs of views of about one size that fit the workspace (or one view that does not)."""
+        limit = max(1, _STACK_BYTES // _workspace_bytes(self.shape, rule.normuon_beta2 is not None))
+        limit = math.ceil(self.count / math.ceil(self.count / limit))
         chunk: list[MatrixView] = []
         for view in self.views:
-            if chunk and (sum(v.count for v in chunk) + view.count) * math.prod(self.shape) > _STACK_ELEMENTS:
+            if chunk and sum(v.count for v in chunk) + view.count > limit:
                 yield chunk
                 chunk = []
             chunk.append(view)
         yield chunk
 
-    def update(self, group: dict, rule: UpdateRule, found_inf: torch.Tensor | None) -> None:
-        """Momentum, Newton-Schulz and weight update, by the hyperparameters of the parameter group."""
+    def _step_size(self, group: dict, rule: UpdateRule) -> float:
         neurons, inputs = reversed(self.shape) if self._transposed else self.shape
-        step_size = group["lr"] * SCALES[rule.scale](neurons, inputs)
-        for views in self._chunks():
-            moves = [view.moves(found_inf) for view in views]
-            x = self._nesterov_input(views, moves, group["momentum"], group["nesterov"], found_inf is not None)
-            update = rule.orthogonalize(x)
-            for view, move, part in zip(views, moves, _split(update, views), strict=True):
-                if rule.normuon_beta2 is not None:
-                    _equalize_neurons(view, part, move, rule.normuon_beta2)
-                part.mul_(step_size * move)
-                _apply(view, part, group["lr"] * group["weight_decay"] * move, rule.cautious_weight_decay)
+        return group["lr"] * SCALES[rule.scale](neurons, inputs)
+
+    # ---------------------------------------------------------------- with Triton
+
+    def _fused_passes(self, index: int, views: list[MatrixView]) -> FusedPasses | None:
+        """The kernels, pointed at a chunk; None where they do not run, or cannot take its layout."""
+        fused = fused_passes(views[0].momentum.device)
+        if fused is None or not all(view.in_place for view in views):
+            return None
+        if index not in self._passes:
+            self._passes[index] = fused.FusedPasses()
+        operands = [
+            fused.Operand(*(view.take(t) for t in (piece.grad, view.momentum, piece.master)), piece.grad_count)
+            for view, piece in ((view, view.piece) for view in views)
+        ]
+        return self._passes[index] if self._passes[index].point_at(operands) else None
+
+    def _update_fused(
+        self,
+        passes: FusedPasses,
+        views: list[MatrixView],
+        group: dict,
+        rule: UpdateRule,
+        newton_schulz: NewtonSchulz,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        dtype = newton_schulz.compute_dtype(views[0].momentum.device)
+        x = passes.nesterov_input(group["momentum"], group["nesterov"], found_inf, dtype, NORM_EPS)
+        update = newton_schulz.iterate(x)
+        del x
+        if rule.normuon_beta2 is not None:
+            update = update.float()
+            for view, part in zip(views, _split(update, views), strict=True):
+                _equalize_neurons(view, part, view.moves(found_inf), rule.normuon_beta2)
+        decay = group["lr"] * group["weight_decay"]
+        passes.move_weights(update, self._step_size(group, rule), decay, rule.cautious_weight_decay, found_inf)
+
+    # ---------------------------------------------------------------- with PyTorch
+
+    def _update_plain(
+        self,
+        views: list[MatrixView],
+        group: dict,
+        rule: UpdateRule,
+        newton_schulz: Callable[[torch.Tensor], torch.Tensor],
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        moves = [view.moves(found_inf) for view in views]
+        x = self._nesterov_input(views, moves, group["momentum"], group["nesterov"], found_inf is not None)
+        update = newton_schulz(x)
+        step_size = self._step_size(group, rule)
+        for view, move, part in zip(views, moves, _split(update, views), strict=True):
+            if rule.normuon_beta2 is not None:
+                _equalize_neurons(view, part, move, rule.normuon_beta2)
+            part.mul_(step_size * move)
+            _apply(view, part, group["lr"] * group["weight_decay"] * move, rule.cautious_weight_decay)
 
     def _nesterov_input(
         self, views: list[MatrixView], moves: list[torch.Tensor], mu: float, nesterov: bool, mask: bool
@@ -154,6 +231,13 @@ class MatrixStack:
             else:
                 part.copy_(momentum)
         return x
+
+
+def _workspace_bytes(shape: tuple[int, int], normuon: bool) -> int:
+    """What one matrix takes on its way, by the fused passes on a GPU: float16 twice and the squares of the Gram form,
+    with NorMuon float32 twice."""
+    elements = shape[0] * shape[1]
+    return 2 * elements * (6 if normuon else 2) + 8 * min(shape) ** 2
 
 
 def _split(stack: torch.Tensor, views: list[MatrixView]) -> Iterator[torch.Tensor]:

@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
             ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
         self.newton_schulz = ns_backend
         beta2 = normuon_beta2 if normuon else None
-        self.rule = UpdateRule(self.newton_schulz, scale, beta2, cautious_weight_decay)
+        self.rule = UpdateRule(scale, beta2, cautious_weight_decay)
         self.qk_clip = qk_clip
         if qk_clip is not None:
             qk_clip.check(self.runtime)
@@ -230,7 +230,7 @@ class Muon(torch.optim.Optimizer):
         if runtime.schedule.has_gradients:
             runtime.wait_publish()  # sources may be masters
             for group, stack in self._stacks:
-                stack.update(group, self.rule, found_inf)
+                stack.update(group, self.rule, self.newton_schulz, found_inf)
             for group, piece in self._adamw_pieces:
                 adamw.update(piece, self.state[piece.param], group, found_inf)
             if self.qk_clip is not None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
 
 try:
-    from . import symmetric
+    from . import fused_update, symmetric
 except ImportError as error:  # Triton is optional
-    symmetric, _NO_TRITON = None, f"Triton cannot be imported: {error}"
+    fused_update = symmetric = None
+    _NO_TRITON = f"Triton cannot be imported: {error}"
 
 # Read where the kernel is left to us ("auto"); the only environment variable of Newton-Schulz.
 KERNEL_VARIABLE = "DMUON_NS_KERNEL"
@@ -179,6 +181,13 @@ def select_kernel(choice: str, device: torch.device, m: int, n: int) -> Kernel:
     if (why := kernel.unavailable(device)) is not None:
         raise RuntimeError(f"Newton-Schulz kernel {choice!r} cannot be used: {why}; use 'auto' or 'cublas'")
     return kernel
+
+
+def fused_passes(device: torch.device) -> ModuleType | None:
+    """The module ``fused_update`` where its kernels run, None where PyTorch's own operations have to do."""
+    if fused_update is None or device.type != "cuda" or symmetric.unavailable(device) is not None:
+        return None
+    return fused_update
 
 
 @dataclass(frozen=True)

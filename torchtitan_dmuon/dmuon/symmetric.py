@@ -7,6 +7,7 @@ the operations of a full product are done. Importing this module needs Triton; `
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -141,7 +142,8 @@ def _finish(
         )  # fmt: skip
 
 
-@triton.jit
+# Counts of tiles differ from shape to shape: no kernel of its own for those that 16 divides.
+@triton.jit(do_not_specialize=["per_matrix"])
 def _pointer_kernel(
     a, b, d, c, per_matrix, size, depth, alpha, beta,
     stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
@@ -202,7 +204,7 @@ def _descriptor_tile(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "per_matrix"])
 def _descriptor_kernel(
     a, b, d, c, total, per_matrix, size, depth, alpha, beta,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
@@ -231,6 +233,7 @@ _INTERPRETED = not isinstance(_pointer_kernel, JITFunction)
 # ------------------------------------------------------------------ the host's side
 
 
+@functools.lru_cache
 def unavailable(device: torch.device) -> str | None:
     """Why the kernel cannot run on ``device``; None where it can."""
     if _INTERPRETED:
@@ -377,6 +380,7 @@ def symmetric_product(
     return out
 
 
+@functools.lru_cache
 def _device(device: torch.device) -> tuple[tuple[int, int], int]:
     """(compute capability, multiprocessors); what the interpreter has stands for a small Hopper GPU."""
     if device.type != "cuda":

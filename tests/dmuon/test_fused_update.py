@@ -1,0 +1,100 @@
+"""The fused passes around Newton-Schulz, run by Triton's interpreter: TRITON_INTERPRET=1 python -m pytest ..."""
+
+import pytest
+import torch
+
+from tests.fused_cases import (
+    GROUP,
+    LAYOUTS,
+    assert_same_updates,
+    expected_momentum,
+    pieces,
+    relative,
+    stack_of,
+    update,
+)
+
+fused_update = pytest.importorskip("torchtitan_dmuon.dmuon.fused_update", reason="needs Triton", exc_type=ImportError)
+symmetric = pytest.importorskip("torchtitan_dmuon.dmuon.symmetric", reason="needs Triton", exc_type=ImportError)
+
+pytestmark = pytest.mark.skipif(not symmetric._INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+CPU = torch.device("cpu")
+RULES = [{}, {"cautious_weight_decay": True}, {"normuon_beta2": 0.9}]
+
+
+@pytest.fixture(autouse=True)
+def several_programs(monkeypatch):
+    """Small matrices in several blocks, and several blocks a program."""
+    monkeypatch.setattr(fused_update, "_BLOCK", 64)
+    monkeypatch.setattr(fused_update, "_PROGRAMS", 3)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_plain_passes(layout, rule, monkeypatch):
+    if "normuon_beta2" in rule and "columns" in layout:
+        pytest.skip("NorMuon's neurons must not be cut apart")
+    ours, plain = (pieces(layout, "float32", CPU) for _ in range(2))
+    before = [piece.master.clone() for piece in ours]
+    for step in range(2):
+        found_inf = torch.zeros(()) if step else None
+        stack = update(ours, layout, found_inf, fused=fused_update, monkeypatch=monkeypatch, **rule)
+        assert bool(stack._passes) == (layout != "interleaved")
+        update(plain, layout, found_inf, monkeypatch=monkeypatch, **rule)
+    assert_same_updates(ours, plain, 1e-5)
+    assert torch.equal(ours[1].master, before[1]) and not torch.equal(ours[0].master, before[0])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_against_float64(nesterov, monkeypatch):
+    made = pieces("odd", "float32", CPU)
+    expected = [expected_momentum(piece) for piece in made]
+    kept = made[1].momentum.clone()
+    update(made, "odd", group=GROUP | {"nesterov": nesterov}, fused=fused_update, monkeypatch=monkeypatch)
+    assert relative(made[0].momentum, expected[0]) < 1e-6 and relative(made[2].momentum, expected[2]) < 1e-6
+    assert torch.equal(made[1].momentum, kept)
+
+
+def test_nothing_moves_where_something_is_not_finite(monkeypatch):
+    made, before = (pieces("columns", "float32", CPU) for _ in range(2))
+    made[0].grad[0, 20] = float("nan")
+    made[2].grad[5, 40] = float("inf")
+    update(made, "columns", torch.ones(()), fused=fused_update, monkeypatch=monkeypatch)
+    for a, b in zip(made, before, strict=True):
+        assert torch.equal(a.master, b.master) and torch.equal(a.momentum, b.momentum)
+
+
+def test_other_elements_stay(monkeypatch):
+    made, before = (pieces("columns", "float32", CPU) for _ in range(2))
+    update(made, "columns", fused=fused_update, monkeypatch=monkeypatch)
+    assert torch.equal(made[0].master[:, :16], before[0].master[:, :16])
+    assert not torch.equal(made[0].master[:, 16:], before[0].master[:, 16:])
+
+
+@pytest.mark.parametrize("dtypes", ["bfloat16", "mixed"])
+def test_narrow_dtypes(dtypes, monkeypatch):
+    """Rounded once, so closer to float64 than the plain passes, which round at every operation."""
+    made, exact = pieces("matrices", dtypes, CPU), pieces("matrices", dtypes, CPU)
+    for piece in exact:
+        piece.grad, piece.momentum, piece.master = piece.grad.float(), piece.momentum.float(), piece.master.float()
+    update(made, "matrices", fused=fused_update, monkeypatch=monkeypatch)
+    update(exact, "matrices", monkeypatch=monkeypatch)
+    assert_same_updates(made, exact, 4e-3)
+
+
+def test_different_dtypes_go_the_plain_way(monkeypatch):
+    made = pieces("matrices", "float32", CPU)
+    made[0].grad = made[0].grad.double()
+    monkeypatch.setattr("torchtitan_dmuon.dmuon.matrices.fused_passes", lambda device: fused_update)
+    assert stack_of(made, "matrices")._fused_passes(0, stack_of(made, "matrices").views) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 24), (1, 23, 37), (2, 1, 5)])
+def test_normalized(shape):
+    x = torch.randn(shape)
+    x[0] = 0.0
+    result = fused_update.normalized(x, torch.float32, 1e-7)
+    expected = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    torch.testing.assert_close(result, expected, atol=1e-7, rtol=1e-5)
+    assert fused_update.normalized(x.mT, torch.float32, 1e-7) is None or 1 in shape
