@@ -21,6 +21,8 @@ from .replay import Replay
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
+_Space = tuple[torch.Tensor, list[torch.Tensor]]  # of one form: see _space
+
 BACKENDS = ("gram", "direct")
 
 NORM_EPS = 1e-7  # added to the Frobenius norm
@@ -257,14 +259,12 @@ class NewtonSchulz:
             return form(x, kernel)
         y, squares = space = _space(x, gram)
         # All the launches depend on, beside what never changes in this object.
-        key = (x.shape, x.stride(), x.dtype, x.data_ptr(), y.data_ptr(), squares.data_ptr())
+        key = (x.shape, x.stride(), x.dtype, *(t.data_ptr() for t in (x, y, *squares)))
         with torch.cuda.device_of(x):
             in_y = self._replay.run(key, lambda: int(form(x, kernel, space) is y))
         return y if in_y else x
 
-    def _direct(
-        self, x: torch.Tensor, kernel: Kernel, space: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def _direct(self, x: torch.Tensor, kernel: Kernel, space: _Space | None = None) -> torch.Tensor:
         y, (r, z) = space or _space(x, gram=False)
         for a, b, c in self.coefficients:
             kernel.gram(x, out=r)
@@ -273,9 +273,7 @@ class NewtonSchulz:
             x, y = y, x
         return x
 
-    def _gram(
-        self, x: torch.Tensor, kernel: Kernel, space: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def _gram(self, x: torch.Tensor, kernel: Kernel, space: _Space | None = None) -> torch.Tensor:
         y, (r, z, p, q) = space or _space(x, gram=True)
         for steps in self._segments():
             kernel.gram(x, out=r)
@@ -295,10 +293,10 @@ class NewtonSchulz:
         return x
 
 
-def _space(x: torch.Tensor, gram: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Workspace of a form: a tensor like ``x``, and its [s, s] buffers [count, B, s, s]."""
-    s = min(x.shape[1:])
-    return torch.empty_like(x), x.new_empty(_GRAM_SQUARES if gram else _DIRECT_SQUARES, len(x), s, s)
+def _space(x: torch.Tensor, gram: bool) -> _Space:
+    """Workspace of a form: a tensor like ``x``, and its buffers [B, s, s]."""
+    s, count = min(x.shape[1:]), _GRAM_SQUARES if gram else _DIRECT_SQUARES
+    return torch.empty_like(x), [x.new_empty(len(x), s, s) for _ in range(count)]
 
 
 def _applied(square: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

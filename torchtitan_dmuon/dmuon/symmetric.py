@@ -8,7 +8,7 @@ the operations of a full product are done. Importing this module needs Triton; `
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -252,15 +252,22 @@ def choose_tiles(s: int, k: int, batch: int, capability: tuple[int, int], multip
     ``scripts/bench_newton_schulz.py --sweep`` measures what it decides between.
     """
     hopper = capability >= (9, 0)
-    tiles = -(-s // 128)
-    if batch * tiles * (tiles + 1) // 2 < multiprocessors:
-        # Too few large tiles to occupy the GPU.
-        return TileConfig(64, 64, 64, warps=4, stages=4 if hopper else 3, tma=hopper)
-    if hopper:
-        # 98 KB of shared memory and 32,768 registers: two programs a multiprocessor, one's stores under the other's
-        # products.
-        return TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128)
-    return TileConfig(128, 128, 32, warps=4, stages=3)
+    rows = -(-s // 128)
+    tiles = batch * rows * (rows + 1) // 2
+    if not hopper:
+        few = tiles < multiprocessors  # too few large tiles to occupy the GPU
+        return TileConfig(64, 64, 64, warps=4, stages=3) if few else TileConfig(128, 128, 32, warps=4, stages=3)
+    if tiles < 2 * multiprocessors:
+        return TileConfig(64, 128, 64, warps=4, stages=4, tma=True)
+    if tiles >= 16 * multiprocessors and k > s:
+        # Many waves and long ones: what counts is how often operands are read, which larger tiles do less.
+        return TileConfig(128, 256, 64, warps=8, stages=3, tma=True)
+    if tiles >= 8 * multiprocessors:
+        # Two programs a multiprocessor, one's stores under the other's products.
+        return TileConfig(128, 128, 64, warps=4, stages=3, tma=True)
+    if k < 2048:
+        return TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128)  # the same, and a short pipeline
+    return TileConfig(128, 128, 128, warps=8, stages=3, tma=True)
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor | None:
@@ -343,6 +350,8 @@ def symmetric_product(
     capability, multiprocessors = _device(a.device)
     if config is None:
         config = choose_tiles(s, k, batch, capability, multiprocessors)
+        if a.dtype == torch.float32:  # the rule is for 16 bits; shared memory is what it is
+            config = replace(config, block_k=config.block_k // 2)
     if out.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
         raise ValueError("out must not share memory with a or b")
     ratio = config.block_n // config.block_m
