@@ -13,6 +13,7 @@ from tests.fused_cases import (
     stack_of,
     update,
 )
+from torchtitan_dmuon.dmuon import matrices
 
 fused_update = pytest.importorskip("torchtitan_dmuon.dmuon.fused_update", reason="needs Triton", exc_type=ImportError)
 symmetric = pytest.importorskip("torchtitan_dmuon.dmuon.symmetric", reason="needs Triton", exc_type=ImportError)
@@ -84,10 +85,21 @@ def test_narrow_dtypes(dtypes, monkeypatch):
 
 
 def test_different_dtypes_go_the_plain_way(monkeypatch):
-    made = pieces("matrices", "float32", CPU)
-    made[0].grad = made[0].grad.double()
-    monkeypatch.setattr("torchtitan_dmuon.dmuon.matrices.fused_passes", lambda device: fused_update)
-    assert stack_of(made, "matrices")._fused_passes(0, stack_of(made, "matrices").views) is None
+    mixed, plain = (pieces("matrices", "float32", CPU) for _ in range(2))
+    mixed[0].grad = mixed[0].grad.double()
+    stack = stack_of(mixed, "matrices")
+    assert stack._pointed_passes(fused_update, 0, stack.views) is None
+    update(mixed, "matrices", fused=fused_update, monkeypatch=monkeypatch)
+    update(plain, "matrices", monkeypatch=monkeypatch)
+    assert_same_updates(mixed, plain, 1e-6)
+
+
+def test_chunks_are_of_about_one_size(monkeypatch):
+    stack = stack_of(pieces("matrices", "float32", CPU, count=7), "matrices")
+    one = matrices._workspace_bytes(stack.shape, True, False)
+    for limit, sizes in ((7, [7]), (6, [4, 3]), (3, [3, 3, 1]), (1, [1] * 7)):
+        monkeypatch.setattr(matrices, "_STACK_BYTES", limit * one)
+        assert [len(views) for views in stack._chunks(True, False)] == sizes
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 24), (1, 23, 37), (2, 1, 5)])

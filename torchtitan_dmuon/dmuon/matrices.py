@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,16 +137,19 @@ class MatrixStack:
         Args:
             newton_schulz: a ``NewtonSchulz``, or any [B, m, n] -> float32 [B, m, n].
         """
-        for index, views in enumerate(self._chunks(rule)):
-            passes = self._fused_passes(index, views) if isinstance(newton_schulz, NewtonSchulz) else None
+        fused = fused_passes(self.views[0].momentum.device) if isinstance(newton_schulz, NewtonSchulz) else None
+        if not all(view.in_place for view in self.views):
+            fused = None
+        for index, views in enumerate(self._chunks(fused is not None, rule.normuon_beta2 is not None)):
+            passes = None if fused is None else self._pointed_passes(fused, index, views)
             if passes is None:
                 self._update_plain(views, group, rule, newton_schulz, found_inf)
             else:
                 self._update_fused(passes, views, group, rule, newton_schulz, found_inf)
 
-    def _chunks(self, rule: UpdateRule) -> Iterator[list[MatrixView]]:
+    def _chunks(self, fused: bool, normuon: bool) -> Iterator[list[MatrixView]]:
         """Runs of views of about one size that fit the workspace (or one view that does not)."""
-        limit = max(1, _STACK_BYTES // _workspace_bytes(self.shape, rule.normuon_beta2 is not None))
+        limit = max(1, _STACK_BYTES // _workspace_bytes(self.shape, fused, normuon))
         limit = math.ceil(self.count / math.ceil(self.count / limit))
         chunk: list[MatrixView] = []
         for view in self.views:
@@ -161,11 +165,8 @@ class MatrixStack:
 
     # ---------------------------------------------------------------- with Triton
 
-    def _fused_passes(self, index: int, views: list[MatrixView]) -> FusedPasses | None:
-        """The kernels, pointed at a chunk; None where they do not run, or cannot take its layout."""
-        fused = fused_passes(views[0].momentum.device)
-        if fused is None or not all(view.in_place for view in views):
-            return None
+    def _pointed_passes(self, fused: ModuleType, index: int, views: list[MatrixView]) -> FusedPasses | None:
+        """The kernels of the module ``fused``, pointed at a chunk; None where they cannot take its layout."""
         if index not in self._passes:
             self._passes[index] = fused.FusedPasses()
         operands = [
@@ -233,11 +234,11 @@ class MatrixStack:
         return x
 
 
-def _workspace_bytes(shape: tuple[int, int], normuon: bool) -> int:
-    """What one matrix takes on its way, by the fused passes on a GPU: float16 twice and the squares of the Gram form,
-    with NorMuon float32 twice."""
+def _workspace_bytes(shape: tuple[int, int], fused: bool, normuon: bool) -> int:
+    """What one matrix takes on its way on a GPU: float16 twice and the squares of the Gram form; with PyTorch's passes
+    float32 three times more, with NorMuon once or twice more."""
     elements = shape[0] * shape[1]
-    return 2 * elements * (6 if normuon else 2) + 8 * min(shape) ** 2
+    return elements * ((4 if fused else 16) + (8 if normuon else 0)) + 8 * min(shape) ** 2
 
 
 def _split(stack: torch.Tensor, views: list[MatrixView]) -> Iterator[torch.Tensor]:
