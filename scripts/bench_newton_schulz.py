@@ -362,7 +362,7 @@ def sweep(device: torch.device, sizes: list[int], batches: list[int], out: str |
                 times[short(config)] = timed(run)
             except Exception as error:
                 failed[short(config)] = reason(error)
-        chosen = short(choose_tiles(s, k, batch, capability, multiprocessors))
+        chosen = short(choose_tiles(s, k, batch, capability, multiprocessors, addend=d is not None))
         record = {"kind": kind, "s": s, "k": k, "batch": batch, "cublas_ms": reference, "ms": times, "rule": chosen}
         records.append(record)
         if times:

@@ -150,9 +150,9 @@ def test_out_must_not_be_an_operand():
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_the_rule_is_fixed_and_fits_shared_memory(capability):
-    for s, k, batch in itertools.product((512, 1024, 3072, 8192), (1024, 8192), (1, 8)):
-        config = choose_tiles(s, k, batch, capability, 132)
-        assert config == choose_tiles(s, k, batch, capability, 132)
+    for s, k, batch, addend in itertools.product((512, 1024, 3072, 8192), (1024, 4096, 8192), (1, 8), (True, False)):
+        config = choose_tiles(s, k, batch, capability, 132, addend)
+        assert config == choose_tiles(s, k, batch, capability, 132, addend)
         stage = 2 * (config.block_m + config.block_n) * config.block_k
         assert config.stages * stage < (220_000 if capability >= (9, 0) else 99_000)
         assert not config.tma or capability >= (9, 0)

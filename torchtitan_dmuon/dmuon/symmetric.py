@@ -246,8 +246,11 @@ def unavailable(device: torch.device) -> str | None:
     return None if major >= 8 else f"needs SM80 or later, this is SM{major}{minor}"
 
 
-def choose_tiles(s: int, k: int, batch: int, capability: tuple[int, int], multiprocessors: int) -> TileConfig:
-    """The configuration for ``batch`` products [s, k] x [k, s]: a fixed rule, so that a run is reproducible.
+def choose_tiles(
+    s: int, k: int, batch: int, capability: tuple[int, int], multiprocessors: int, addend: bool = True
+) -> TileConfig:
+    """The configuration for ``batch`` products [s, k] x [k, s], to which ``d`` is added or not: a fixed rule, so that a
+    run is reproducible.
 
     ``scripts/bench_newton_schulz.py --sweep`` measures what it decides between.
     """
@@ -259,14 +262,14 @@ def choose_tiles(s: int, k: int, batch: int, capability: tuple[int, int], multip
         return TileConfig(64, 64, 64, warps=4, stages=3) if few else TileConfig(128, 128, 32, warps=4, stages=3)
     if tiles < 2 * multiprocessors:
         return TileConfig(64, 128, 64, warps=4, stages=4, tma=True)
-    if tiles >= 16 * multiprocessors and k > s:
-        # Many waves and long ones: what counts is how often operands are read, which larger tiles do less.
+    if not addend and k > 4096 and tiles >= 12 * multiprocessors:
+        # Many waves, so that the last one hardly counts: larger tiles read their operands less often.
         return TileConfig(128, 256, 64, warps=8, stages=3, tma=True)
-    if tiles >= 8 * multiprocessors:
+    if k < 2048 or (not addend and k <= 4096 and tiles < 8 * multiprocessors):
         # Two programs a multiprocessor, one's stores under the other's products.
+        return TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128)
+    if addend or tiles >= 8 * multiprocessors:
         return TileConfig(128, 128, 64, warps=4, stages=3, tma=True)
-    if k < 2048:
-        return TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128)  # the same, and a short pipeline
     return TileConfig(128, 128, 128, warps=8, stages=3, tma=True)
 
 
@@ -349,7 +352,7 @@ def symmetric_product(
         return out.zero_() if d is None else torch.mul(d, beta, out=out)
     capability, multiprocessors = _device(a.device)
     if config is None:
-        config = choose_tiles(s, k, batch, capability, multiprocessors)
+        config = choose_tiles(s, k, batch, capability, multiprocessors, addend=d is not None)
         if a.dtype == torch.float32:  # the rule is for 16 bits; shared memory is what it is
             config = replace(config, block_k=config.block_k // 2)
     if out.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
