@@ -6,9 +6,11 @@ from .classify import Decision, canonical_fqn, classify
 from .clip import (
     GradientEntry,
     clip_grad_norm_,
+    clip_grad_norm_buckets_,
     clip_gradients_,
     clip_total_grad_norm_,
     register_muon_grad_clip_strategy,
+    try_clip_optimizer_grad_norm_buckets_,
 )
 from .diagnostics import (
     OwnershipRow,
@@ -65,6 +67,7 @@ __all__ = [
     "canonical_fqn",
     "classify",
     "clip_grad_norm_",
+    "clip_grad_norm_buckets_",
     "clip_gradients_",
     "clip_total_grad_norm_",
     "convert_ema_momentum",
@@ -99,4 +102,5 @@ __all__ = [
     "state_dict_from_torch",
     "summarize_comm_plan",
     "summarize_param_groups",
+    "try_clip_optimizer_grad_norm_buckets_",
 ]

@@ -1,7 +1,7 @@
 """``Muon.state_dict`` and ``load_state_dict``: state by parameter name, the same keys on every rank.
 
-A state dict is ``{"state": {fqn: {name: tensor}}, "param_groups": [...], "muon": {...}}``. Tensors are live, in the form
-DCP saves and loads in place; where another rank holds one, this rank has a ``Chunks`` without parts under its name.
+A state dict is ``{"state": {fqn: {name: tensor}}, "param_groups": [...], "muon": {...}}``. Tensors are live, as DCP
+saves and loads them in place; where another rank holds one, this rank has a ``Chunks`` without parts under its name.
 ``muon`` records what the momentum is and what turned it into updates.
 """
 
