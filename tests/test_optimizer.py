@@ -92,7 +92,8 @@ def test_tables_round_trip_and_are_checked(tmp_path):
 def test_every_key_reaches_the_optimizer(tmp_path):
     arguments = ["--dmuon.normuon", "true", "--dmuon.normuon_beta2", "0.9", "--dmuon.cautious_weight_decay", "true",
                  "--dmuon.qk_clip_threshold", "30", "--dmuon.split_heads", "true", "--dmuon.scale", "spectral",
-                 "--dmuon.ns_restart_iterations", "1", "3", "--dmuon.momentum", "0.8"]  # fmt: skip
+                 "--dmuon.ns_restart_iterations", "1", "3", "--dmuon.momentum", "0.8",
+                 "--dmuon.ns_kernel", "cublas", "--debug.deterministic", "true"]  # fmt: skip
     config = config_of(tmp_path, "", *arguments)
     with one_rank() as meshes:
         with torch.device("meta"):
@@ -103,6 +104,7 @@ def test_every_key_reaches_the_optimizer(tmp_path):
         optimizer = build_optimizer(model, config)
         assert optimizer.rule.normuon_beta2 == 0.9 and optimizer.rule.cautious_weight_decay
         assert optimizer.rule.scale == "spectral" and optimizer.newton_schulz.restarts == (1, 3)
+        assert optimizer.newton_schulz.kernel == "cublas" and optimizer.newton_schulz.deterministic
         assert optimizer.qk_clip.threshold == 30 and len(optimizer.qk_clip.layers) == 2
         assert optimizer.param_groups[0]["momentum"] == 0.8
         specs = {dp.fqn: dp.spec for dp in dmuon.get_dedicated_params(model)}

@@ -116,9 +116,11 @@ def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
             section.ns_coefficients,
             steps=section.ns_steps,
             restart_iterations=section.ns_restart_iterations,
+            kernel=section.ns_kernel,
+            deterministic=config.debug.deterministic,
         )
     except ValueError as error:
-        keys = "dmuon.ns_backend, ns_coefficients, ns_steps, ns_restart_iterations"
+        keys = "dmuon.ns_backend, ns_coefficients, ns_steps, ns_restart_iterations, ns_kernel"
         raise ConfigError(keys, None, str(error)) from None
 
 

@@ -271,6 +271,12 @@ class DMuon:
         " sqrt(m / n), unit 1; each wants a learning rate of its own",
         choices=("match_rms_adamw", "original", "spectral", "unit"),
     )
+    ns_kernel: str = key(
+        "auto",
+        "products of Newton-Schulz: cublas in full, triton (or quack, if installed) half of each symmetric one; auto"
+        " is the environment's DMUON_NS_KERNEL, else a fixed rule on the GPU and the size",
+        choices=("auto", "cublas", "triton", "quack"),
+    )
     ns_restart_iterations: list[int] | None = key(
         None, "iterations after which the Gram form restarts; none is the coefficients' own", item=int, minimum=1
     )
