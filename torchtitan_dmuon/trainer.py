@@ -253,11 +253,7 @@ class Trainer:
             while self.step < config.training.steps and not stopped:
                 self.step += 1
                 lr = self.scheduler.get_last_lr()[0]
-                try:
-                    loss, grad_norm = self._train_step(batches)
-                except NonFiniteError:  # on every rank: let a save that runs behind the training become durable
-                    self.checkpointer.close()
-                    raise
+                loss, grad_norm = self._train_step(batches)
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
                     self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)
@@ -283,8 +279,8 @@ class Trainer:
         # One all-reduce over all ranks sums the valid tokens and what signals ask for. Tensor-parallel ranks read the
         # same tokens: the first of them counts.
         counts = self.meshes.tp is None or self.meshes.tp.get_local_rank() == 0
-        tokens = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches) if counts else 0
-        sums = torch.tensor([float(tokens), *self.requests.mine(self.checkpointer.has_failed)])
+        valid_tokens = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches) if counts else 0
+        sums = torch.tensor([float(valid_tokens), *self.requests.mine(self.checkpointer.has_failed)])
         sums = sums.to(self.device, non_blocking=True)
         all_reduce(self.lanes, sums)
         valid = sums[0]
@@ -328,6 +324,7 @@ class Trainer:
     def _raise_if_bad(self) -> None:
         """Waits for the device. Every rank has the same flag, so all of them stop."""
         if bad_step := int(self._bad_step.item()):
+            self.checkpointer.close()  # a save that runs behind the training becomes durable
             raise NonFiniteError(
                 f"step {bad_step}: the loss or the gradient norm is not finite; no weight has moved since step "
                 f"{bad_step - 1}. Resume from the last checkpoint with a lower optimizer.lr or other data"
