@@ -129,6 +129,8 @@ class Trainer:
         self.model, flops_per_token = self._build_model(model_args)
         self.loss_fn = build_loss(config.compile)
         self.optimizer = build_optimizer(self.model, config)
+        if isinstance(self.optimizer, dmuon.Muon):
+            logger.info("Newton-Schulz: %s", self.optimizer.newton_schulz)
         self.step = 0
         # Non-finite losses are found on the device; the host looks when it has to wait anyway.
         self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
@@ -213,6 +215,7 @@ class Trainer:
             {"last_epoch": self.scheduler.last_epoch},
             self.config.optimizer.name,
             f"{self.config.model.name} {self.config.model.flavor}",
+            muon=dmuon.muon_recipe(self.optimizer) if isinstance(self.optimizer, dmuon.Muon) else {},
         )
 
     def _resume(self) -> int:
@@ -221,6 +224,8 @@ class Trainer:
         if state is None:
             return 0
         self.step = state.step
+        if isinstance(self.optimizer, dmuon.Muon):
+            dmuon.check_muon_recipe(state.muon, self.optimizer, "the checkpoint")
         if state.loader:
             self.loader.load_state_dict(state.loader)
         return state.lr_scheduler.get("last_epoch", 0)

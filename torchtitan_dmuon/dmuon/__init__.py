@@ -25,7 +25,7 @@ from .materialize import initialize_undedicated, materialize
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
 from .ns_backend import get_backend_status, get_ns_backend
-from .optimizer_state import convert_ema_momentum, state_dict_from_torch
+from .optimizer_state import check_muon_recipe, convert_ema_momentum, muon_recipe, state_dict_from_torch
 from .qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
 from .runtime import (
     dedicate_params,
@@ -65,6 +65,7 @@ __all__ = [
     "QKClipLayer",
     "attention_heads",
     "canonical_fqn",
+    "check_muon_recipe",
     "classify",
     "clip_grad_norm_",
     "clip_grad_norm_buckets_",
@@ -84,6 +85,7 @@ __all__ = [
     "initialize_undedicated",
     "latent_attention_heads",
     "materialize",
+    "muon_recipe",
     "newton_schulz",
     "no_sync",
     "ownership_table",
