@@ -143,3 +143,17 @@ def test_variants_train_alike_on_every_mesh(tmp_path):
     losses = [[run.steps[step][0] for step in range(1, 5)] for run in runs]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
     assert abs(losses[2][3] - losses[0][3]) > 3e-3, "QK-clip made no difference: the test shows nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_clipping_in_buckets(tmp_path):
+    """The first norm is that of all gradients either way; with a bound that acts, the runs part."""
+    write_corpus(tmp_path / "corpus")
+    runs = [
+        train(2, *tiny(tmp_path, checkpoint__enable="false", dmuon__clip=clip, training__max_norm=0.05))
+        for clip in ("joint", "buckets")
+    ]
+    assert [run.codes for run in runs] == [[0, 0]] * 2, [run.output for run in runs]
+    assert runs[0].steps[1] == runs[1].steps[1]
+    assert runs[0].steps[4] != runs[1].steps[4]

@@ -304,7 +304,7 @@ class Trainer:
 
         self.checkpointer.wait_staged()  # weights are about to change
         with self.metrics.optimizer.measure():
-            grad_norm = clip_gradients(self.optimizer, self.config.training.max_norm, self.lanes)
+            grad_norm = clip_gradients(self.optimizer, self.config, self.lanes)
             bad = ~(loss.isfinite() & grad_norm.isfinite())
             self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
             if self._found_inf_on_device:

@@ -287,6 +287,12 @@ class DMuon:
     qk_clip_threshold: float | None = key(
         None, "QK-clip: heads whose attention logits exceed it are scaled down; none is off (100 in Kimi K2)", above=0
     )
+    clip: str = key(
+        "joint",
+        "what training.max_norm bounds: joint the norm of all gradients, buckets that of the matrices and that of the"
+        " rest, each by itself",
+        choices=("joint", "buckets"),
+    )
     split_heads: bool = key(False, "orthogonalise query, key and value of each head by itself")
     mode: str = key(
         "z3",
