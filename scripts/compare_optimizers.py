@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[str]] = {
     "you": ["--dmuon.ns_coefficients", "you"],
     "kj": ["--dmuon.ns_coefficients", "kj"],
     # Ten steps for which no restart is safe: the direct form only.
-    "deepseek_v4": ["--dmuon.ns_coefficients", "deepseek_v4", "--dmuon.ns_steps", "10", "--dmuon.ns_backend", "direct"],
+    "deepseek_v4": ["--dmuon.ns_coefficients", "deepseek_v4", "--dmuon.ns_backend", "direct"],
     "NorMuon": ["--dmuon.normuon", "true"],
     "AdamW": ["--optimizer.name", "AdamW", "--optimizer.lr", "4e-3"],
 }

@@ -75,7 +75,9 @@ class ParamGroup:
     nesterov: bool | None = key(None, "Nesterov momentum")
     adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1)
     adamw_eps: float | None = key(None, "AdamW term added to the denominator", minimum=0)
-    dmuon_route: str | None = key(None, "route of all its dedicated parameters", choices=("muon", "adamw"))
+    dmuon_route: str | None = key(
+        None, "route of all its dedicated parameters", choices=("muon", "adamw", "sharded_adamw")
+    )
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ class DMuon:
 
     momentum: float = key(0.95, "Muon momentum", minimum=0, below=1)
     nesterov: bool = key(True, "Nesterov momentum")
-    ns_steps: int = key(5, "Newton-Schulz iterations", minimum=1)
+    ns_steps: int | None = key(None, "Newton-Schulz iterations; none is all of the coefficients' own", minimum=1)
     ns_backend: str = key("gram", "Newton-Schulz form", choices=("gram", "direct"))
     ns_coefficients: str = key(
         "polar_express", "Newton-Schulz coefficients", choices=("polar_express", "kj", "you", "deepseek_v4")
@@ -296,7 +298,7 @@ class DMuon:
     split_heads: bool = key(False, "orthogonalise query, key and value of each head by itself")
     mode: str = key(
         "z3",
-        "packed weights: z3 frees them after forward, z2 keeps them until backward",
+        "packed weights: z3 frees them after forward and backward, z2 keeps them until the optimizer changes them",
         choices=("z2", "z3"),
     )
     prefetch: int = key(1, "units unsharded ahead of the one that computes", minimum=0)
