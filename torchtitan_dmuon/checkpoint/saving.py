@@ -28,7 +28,6 @@ from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
 from torchtitan_dmuon.distributed import agree
 from torchtitan_dmuon.dmuon.state_dict import Chunks, parts_of
 
-
 # The DefaultStager of torch 2.11 and 2.12 takes itself apart when it has staged once: there every save makes (and page-
 # locks) memory of its own.
 _STAGERS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
