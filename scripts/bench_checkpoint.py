@@ -3,7 +3,8 @@
     python scripts/bench_checkpoint.py [--nproc 2] [--saves 3] [--interval 8] [--folder DIR] [--section.key value ...]
 
 Further arguments go to the run (default: train_configs/debug_model.toml); `--model.flavor 1B` on GPUs, say. Each mode
-trains in processes of its own. Columns, each the worst of all ranks, and of all saves but the first (which makes buffers):
+trains in processes of its own. Columns, each the worst of all ranks, and of all saves but the first (which makes
+buffers):
 
 - blocked: how long the loop stands still in a save, and before the weights change next;
 - stall: by how much a save makes the run longer, with what it costs the steps behind it (against steps without saves);

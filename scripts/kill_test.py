@@ -77,6 +77,7 @@ class Life:
         mode: `checkpoint.async_mode`.
         kill: what ended it, in words.
         resumed: step of the checkpoint it started from.
+        began: whether it got so far as to load it.
         losses, norms: hexadecimal, by step, of the processes that got so far.
         samples: digests by step, of all processes.
     """
@@ -85,6 +86,7 @@ class Life:
     mode: str
     kill: str
     resumed: int = 0
+    began: bool = False
     losses: dict[int, tuple[str, str]] = field(default_factory=dict)
     samples: dict[int, list[int]] = field(default_factory=dict)
 
@@ -191,6 +193,7 @@ class Runner:
         text = log.read_text()
         resumed = re.search(r"Resumed from checkpoint .*step-(\d+)", text)
         life.resumed = int(resumed[1]) if resumed else 0
+        life.began = bool(resumed or life.losses)
         if life.kill == "SIGTERM" and moment != "start" and code != 0:
             raise SystemExit(f"SIGTERM ended with exit code {code}, not 0: see {log}")
 
@@ -220,26 +223,23 @@ def ordeal(runner: Runner, kills: int, chance: random.Random) -> list[Life]:
             life.kill, moment = "SIGTERM", "step"
         runner.killed(life, moment, chance)
         lives.append(life)
-        say(
-            f"{number + 1:3d}: {world} processes, {life.mode}: resumed from {life.resumed}, {life.kill} at a {moment} "
-            f"after step {life.last}"
-        )
+        where = f"resumed from {life.resumed}, ended after {life.last}" if life.began else "ended before it loaded"
+        say(f"{number + 1:3d}: {world} processes, {life.mode}, {life.kill} ({moment}): {where}")
         world = world if chance.random() < 0.5 else chance.choice((1, 2, 4))
     return lives
 
 
 def check_lost(lives: list[Life]) -> None:
     most = {"SIGTERM": 0, "SIGKILL of one": 0}
-    reached = 0
+    reached, kill, allowed = 0, "SIGTERM", 0
     for life, following in itertools.pairwise(lives):
-        reached = max(reached if life.losses == {} else 0, life.last)
+        if life.losses:  # else it was killed before its first step and has lost nothing of its own
+            reached, kill = life.last, life.kill
+            allowed = 0 if kill == "SIGTERM" else INTERVAL * (1 if life.mode == "disabled" else 2)
         lost = reached - following.resumed
-        allowed = 0 if life.kill == "SIGTERM" and life.losses else INTERVAL * (1 if life.mode == "disabled" else 2)
-        if not life.losses:
-            allowed = 2 * INTERVAL  # killed before its first step: what the life before had lost
         if lost > allowed:
-            raise SystemExit(f"FAILED: {lost} steps were lost by {life.kill} ({life.mode}), allowed are {allowed}")
-        most[life.kill] = max(most[life.kill], lost if life.losses else 0)
+            raise SystemExit(f"FAILED: {lost} steps were lost by {kill} ({life.mode}), allowed are {allowed}")
+        most[kill] = max(most[kill], lost)
     say(f"steps lost: at most {most['SIGKILL of one']} by SIGKILL (interval {INTERVAL}), {most['SIGTERM']} by SIGTERM")
 
 
@@ -317,6 +317,7 @@ def main(argv: list[str]) -> int:
     runner = Runner(folder)
     lives = ordeal(runner, arguments.kills, random.Random(arguments.seed))
     say(f"{arguments.kills} kills in {time.monotonic() - begin:.0f} s; now the runs that are never stopped")
+    lives = [life for life in lives if life.began]
     check_lost(lives)
     last = max(life.last for life in lives)
     reference = runner.whole(4, out="reference", training__steps=last, checkpoint__enable=False)

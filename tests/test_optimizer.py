@@ -92,7 +92,8 @@ def test_tables_round_trip_and_are_checked(tmp_path):
 def test_every_key_reaches_the_optimizer(tmp_path):
     arguments = ["--dmuon.normuon", "true", "--dmuon.normuon_beta2", "0.9", "--dmuon.cautious_weight_decay", "true",
                  "--dmuon.qk_clip_threshold", "30", "--dmuon.split_heads", "true", "--dmuon.scale", "spectral",
-                 "--dmuon.ns_restart_iterations", "1", "3", "--dmuon.momentum", "0.8"]  # fmt: skip
+                 "--dmuon.ns_restart_iterations", "1", "3", "--dmuon.momentum", "0.8",
+                 "--dmuon.ns_kernel", "cublas", "--debug.deterministic", "true"]  # fmt: skip
     config = config_of(tmp_path, "", *arguments)
     with one_rank() as meshes:
         with torch.device("meta"):
@@ -103,6 +104,7 @@ def test_every_key_reaches_the_optimizer(tmp_path):
         optimizer = build_optimizer(model, config)
         assert optimizer.rule.normuon_beta2 == 0.9 and optimizer.rule.cautious_weight_decay
         assert optimizer.rule.scale == "spectral" and optimizer.newton_schulz.restarts == (1, 3)
+        assert optimizer.newton_schulz.kernel == "cublas" and optimizer.newton_schulz.deterministic
         assert optimizer.qk_clip.threshold == 30 and len(optimizer.qk_clip.layers) == 2
         assert optimizer.param_groups[0]["momentum"] == 0.8
         specs = {dp.fqn: dp.spec for dp in dmuon.get_dedicated_params(model)}
@@ -141,3 +143,17 @@ def test_variants_train_alike_on_every_mesh(tmp_path):
     losses = [[run.steps[step][0] for step in range(1, 5)] for run in runs]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
     assert abs(losses[2][3] - losses[0][3]) > 3e-3, "QK-clip made no difference: the test shows nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_clipping_in_buckets(tmp_path):
+    """The first norm is that of all gradients either way; with a bound that acts, the runs part."""
+    write_corpus(tmp_path / "corpus")
+    runs = [
+        train(2, *tiny(tmp_path, checkpoint__enable="false", dmuon__clip=clip, training__max_norm=0.05))
+        for clip in ("joint", "buckets")
+    ]
+    assert [run.codes for run in runs] == [[0, 0]] * 2, [run.output for run in runs]
+    assert runs[0].steps[1] == runs[1].steps[1]
+    assert runs[0].steps[4] != runs[1].steps[4]

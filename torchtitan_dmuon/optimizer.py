@@ -116,19 +116,26 @@ def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
             section.ns_coefficients,
             steps=section.ns_steps,
             restart_iterations=section.ns_restart_iterations,
+            kernel=section.ns_kernel,
+            deterministic=config.debug.deterministic,
         )
     except ValueError as error:
-        keys = "dmuon.ns_backend, ns_coefficients, ns_steps, ns_restart_iterations"
+        keys = "dmuon.ns_backend, ns_coefficients, ns_steps, ns_restart_iterations, ns_kernel"
         raise ConfigError(keys, None, str(error)) from None
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, lanes: list[dmuon.Lane]) -> torch.Tensor:
-    """Clip every gradient by one joint 2-norm. Collective over ``lanes``, which span all ranks. Returns the
-    norm before clipping, the same everywhere."""
-    if isinstance(optimizer, dmuon.Muon):
-        return dmuon.clip_total_grad_norm_(optimizer, max_norm)
+def clip_gradients(optimizer: torch.optim.Optimizer, config: JobConfig, lanes: list[dmuon.Lane]) -> torch.Tensor:
+    """Bound the 2-norm of all gradients, or of the matrices' and of the others' (``dmuon.clip``), by
+    ``training.max_norm``. Collective over ``lanes``, which span all ranks. Returns the norm of all of them before
+    clipping, the same everywhere."""
+    max_norm = config.training.max_norm
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return dmuon.clip_gradients_(gradients, max_norm, lanes)
+    if not isinstance(optimizer, dmuon.Muon):
+        return dmuon.clip_gradients_(gradients, max_norm, lanes)
+    if config.dmuon.clip == "joint":
+        return dmuon.clip_total_grad_norm_(optimizer, max_norm)
+    norms = dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, adamw_grads=gradients, max_norm=max_norm)
+    return torch.linalg.vector_norm(torch.stack([norms["muon"], norms["adamw"]]))
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:

@@ -129,6 +129,8 @@ class Trainer:
         self.model, flops_per_token = self._build_model(model_args)
         self.loss_fn = build_loss(config.compile)
         self.optimizer = build_optimizer(self.model, config)
+        if isinstance(self.optimizer, dmuon.Muon):
+            logger.info("Newton-Schulz: %s", self.optimizer.newton_schulz)
         self.step = 0
         # Non-finite losses are found on the device; the host looks when it has to wait anyway.
         self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
@@ -213,6 +215,7 @@ class Trainer:
             {"last_epoch": self.scheduler.last_epoch},
             self.config.optimizer.name,
             f"{self.config.model.name} {self.config.model.flavor}",
+            muon=dmuon.muon_recipe(self.optimizer) if isinstance(self.optimizer, dmuon.Muon) else {},
         )
 
     def _resume(self) -> int:
@@ -221,6 +224,8 @@ class Trainer:
         if state is None:
             return 0
         self.step = state.step
+        if isinstance(self.optimizer, dmuon.Muon):
+            dmuon.check_muon_recipe(state.muon, self.optimizer, "the checkpoint")
         if state.loader:
             self.loader.load_state_dict(state.loader)
         return state.lr_scheduler.get("last_epoch", 0)
@@ -253,11 +258,7 @@ class Trainer:
             while self.step < config.training.steps and not stopped:
                 self.step += 1
                 lr = self.scheduler.get_last_lr()[0]
-                try:
-                    loss, grad_norm = self._train_step(batches)
-                except NonFiniteError:  # on every rank: let a save that runs behind the training become durable
-                    self.checkpointer.close()
-                    raise
+                loss, grad_norm = self._train_step(batches)
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
                     self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)
@@ -283,8 +284,8 @@ class Trainer:
         # One all-reduce over all ranks sums the valid tokens and what signals ask for. Tensor-parallel ranks read the
         # same tokens: the first of them counts.
         counts = self.meshes.tp is None or self.meshes.tp.get_local_rank() == 0
-        tokens = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches) if counts else 0
-        sums = torch.tensor([float(tokens), *self.requests.mine(self.checkpointer.has_failed)])
+        valid_tokens = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches) if counts else 0
+        sums = torch.tensor([float(valid_tokens), *self.requests.mine(self.checkpointer.has_failed)])
         sums = sums.to(self.device, non_blocking=True)
         all_reduce(self.lanes, sums)
         valid = sums[0]
@@ -303,7 +304,7 @@ class Trainer:
 
         self.checkpointer.wait_staged()  # weights are about to change
         with self.metrics.optimizer.measure():
-            grad_norm = clip_gradients(self.optimizer, self.config.training.max_norm, self.lanes)
+            grad_norm = clip_gradients(self.optimizer, self.config, self.lanes)
             bad = ~(loss.isfinite() & grad_norm.isfinite())
             self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
             if self._found_inf_on_device:
@@ -328,6 +329,7 @@ class Trainer:
     def _raise_if_bad(self) -> None:
         """Waits for the device. Every rank has the same flag, so all of them stop."""
         if bad_step := int(self._bad_step.item()):
+            self.checkpointer.close()  # a save that runs behind the training becomes durable
             raise NonFiniteError(
                 f"step {bad_step}: the loss or the gradient norm is not finite; no weight has moved since step "
                 f"{bad_step - 1}. Resume from the last checkpoint with a lower optimizer.lr or other data"

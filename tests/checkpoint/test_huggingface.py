@@ -6,13 +6,17 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from models import get_model_args, get_model_spec
+from models import get_model_args, get_model_spec, model_names
+from models.layers import RopeScaling
 from scripts.convert_checkpoint import main as convert
 from tests.checkpoint.toy import read_checkpoint
 from tests.test_trainer import assert_refused
 from tests.training import tiny, train, write_corpus
+from torchtitan_dmuon.checkpoint import TrainState
+from torchtitan_dmuon.checkpoint.directory import checksum
 
 SPEC = get_model_spec("llama3")
 ARGS = dataclasses.replace(get_model_args("llama3", "debugmodel"), vocab_size=257)
@@ -66,6 +70,43 @@ def test_to_huggingface_and_back(run, tmp_path):
     back = read_checkpoint(tmp_path / "back")
     assert back.keys() == {name for name in weights if name.startswith("model.")}
     assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
+
+
+def save_plain(folder, family, model):
+    """A model-only checkpoint of a model in this process."""
+    folder.mkdir()
+    names = dict(model.named_parameters())  # a tied weight once
+    dcp.save({f"model.{n}": p.detach() for n, p in names.items()}, checkpoint_id=str(folder), no_dist=True)
+    state = TrainState(3, {}, {}, "DMuon", f"{family} debugmodel", contents="model")
+    state.hf_config = get_model_spec(family).hf.hf_config(model.args)
+    (folder / "trainer.json").write_text(state.to_json())
+    sums = {path.name: checksum(path) for path in folder.iterdir()}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+VARIANTS = {
+    "as it is": {},
+    "tied": {"tie_embeddings": True},
+    "scaled": {"rope_scaling": RopeScaling(factor=8.0, original_max_seq_len=32)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", model_names())
+def test_every_family_there_and_back(tmp_path, family, variant):
+    """Ours to transformers, the same logits; transformers' own files back, the same weights to the last bit."""
+    args = dataclasses.replace(get_model_args(family, "debugmodel"), vocab_size=257, init_std=0.1, **VARIANTS[variant])
+    model = get_model_spec(family).build(args)
+    save_plain(tmp_path / "ours", family, model)
+    assert convert(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-4, rtol=1e-4)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert convert(["from-hf", str(tmp_path / "saved"), str(tmp_path / "back"), "--model", family]) == 0
+    back = read_checkpoint(tmp_path / "back")
+    expected = dict(model.named_parameters())
+    assert back.keys() == {f"model.{name}" for name in expected}
+    assert all(torch.equal(back[f"model.{name}"], param) for name, param in expected.items())
 
 
 def test_what_transformers_writes_is_read(run, tmp_path):

@@ -59,6 +59,19 @@ DEVICE = os.environ.get("DMUON_TEST_DEVICE", "cpu")
 # Newton-Schulz runs in float16 on CUDA: 5e-3 of an update of lr * 0.2 * sqrt(37) = 0.024, over a few steps.
 _CUDA_TOLERANCE = 2e-3
 
+
+class CountingNewtonSchulz(dmuon.NewtonSchulz):
+    """Notes how many matrices went through it, one number a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = []
+
+    def iterate(self, x):
+        self.numbers.append(x.shape[0])
+        return super().iterate(x)
+
+
 _COUNTER = itertools.count()
 
 

@@ -22,8 +22,9 @@ from tests.dmuon.harness import (
 )
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
-from torchtitan_dmuon.dmuon.clip import clip_gradients_, combine_norms, local_norms
+from torchtitan_dmuon.dmuon.clip import clip_gradients_, combine_norms, local_parts
 
+CPU = torch.device("cpu")
 NORMS = [1.0, 2.0, 3.0, math.inf]
 EVERYTHING = lambda name, param: True  # noqa: E731
 GRIDS = {"2x2": (2, 2, 1), "4x1": (4, 1, 1), "dp2 tp2": (1, 2, 2), "tp4": (1, 1, 4), "2x1x2": (2, 1, 2)}
@@ -141,7 +142,7 @@ def test_norm_over_different_meshes(rank, world):
     everything = torch.cat([x.double().flatten() for x in [*full, *own, alike]])
     lanes = build(world)[0]._dmuon_runtime.lanes.grid
     for p in NORMS:
-        norm = combine_norms(local_norms([*shards, alike], p, world) + local_norms([own[rank]], p, 1), p, lanes)
+        (norm,) = combine_norms([[*local_parts([*shards, alike], world), (own[rank], 1)]], p, lanes, CPU)
         torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
         copies = [x.clone() for x in (*shards, alike, own[rank])]
         norm = clip_gradients_(copies[:-1], 1e-2, lanes, p, owned=[(copies[-1], 1)])
@@ -186,11 +187,11 @@ def test_lanes_reach_every_rank_once(rank, world, mesh):
     lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.grid
     values = [torch.tensor(3.0 + r) for r in range(world)]
     for p in NORMS:
-        norm = combine_norms([(values[rank], 1.0)], p, lanes)
+        norm, nothing = combine_norms([[(values[rank], 1)], []], p, lanes, CPU)
         torch.testing.assert_close(norm, torch.stack(values).norm(p), atol=0, rtol=1e-6)
-        assert combine_norms([], p, lanes) == 0.0
-        only_one = [(values[rank], 1.0)] if rank == 2 else []
-        torch.testing.assert_close(combine_norms(only_one, p, lanes), values[2], atol=0, rtol=1e-6)
+        assert nothing == 0.0
+        only_one = [(values[rank], 1)] if rank == 2 else []
+        torch.testing.assert_close(combine_norms([only_one], p, lanes, CPU)[0], values[2], atol=0, rtol=1e-6)
 
 
 @distributed(world=4)
@@ -206,9 +207,9 @@ def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
         distribute_tensor(pair, grid, [Shard(0), Replicate()], src_data_rank=None),
     ]
     for gradient, share in zip(gradients, (1 / 2, 1 / 4, 1 / 2, 1 / 2), strict=True):
-        ((norm, counted),) = local_norms([gradient], 2.0, world)
-        assert counted == share
-        torch.testing.assert_close(norm, gradient.to_local().norm())
+        ((part, copies),) = local_parts([gradient], world)
+        assert 1 / copies == share
+        assert part.data_ptr() == gradient.to_local().data_ptr()
     # Two ranks hold the same owned gradient: those of one tp column.
     owned = [torch.full((2, 3), 1.0 + column) for column in range(2)]
     everything = torch.cat([x.double().flatten() for x in (split, same, deep, pair, *owned)])
@@ -231,7 +232,7 @@ def test_a_partial_gradient_is_refused(rank, world):
     mesh = flat_mesh(world)
     partial = torch.distributed.tensor.DTensor.from_local(torch.ones(3), mesh, [Partial()])
     with pytest.raises(ValueError, match="partial gradient"):
-        local_norms([partial], 2.0, 1)
+        local_parts([partial], 1)
 
 
 @distributed(world=2)
@@ -373,8 +374,8 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
                     torch.testing.assert_close(grad, before[name], atol=0, rtol=0, equal_nan=True)
                 everything = clip is dmuon.clip_total_grad_norm_
                 others = [q.grad for q in model.parameters() if q.grad is not None] if everything else []
-                norms = local_norms([own.grad for own in dmuon.get_owned_params(model)], p, 1)
-                norm = combine_norms(norms + local_norms(others, p, world), p, model._dmuon_runtime.lanes.grid)
+                parts = [(own.grad, 1) for own in dmuon.get_owned_params(model)] + local_parts(others, world)
+                (norm,) = combine_norms([parts], p, model._dmuon_runtime.lanes.grid, CPU)
                 assert is_expected(norm), (value, p)
     if mine:
         gradient[0, 0] = healthy

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, flat_mesh, full_weights, train, weights_of
+from tests.dmuon.harness import assert_same, build, flat_mesh, full_gradients, full_weights, train, weights_of
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.fsdp2 import (
@@ -300,3 +300,40 @@ def test_end_of_backward_comes_once_and_last(queue_at):
         loss.backward()
         assert sorted(events[:-1]) == names
         assert events[-1] == "END"
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1)], ids=["1-D", "2x2"])
+@distributed(world=4)
+def test_zero_grad_drops_what_fsdp2_holds_back(rank, world, mesh):
+    """Gradients of no_sync and of set_requires_all_reduce(False) are in no param.grad; the next step must be that of a
+    run which never saw them."""
+    results = []
+    for dirty in (False, True):
+        model, optimizer = build(world, mesh=mesh, muon={"adamw_lr": 0.05})
+        train(model, optimizer, 1, rank)
+        if dirty:
+            tokens, labels = batch(50, rank)
+            with dmuon.no_sync(model):
+                loss_of(model(tokens), labels).backward()
+            optimizer.zero_grad()
+            dmuon.set_requires_all_reduce(model, False)
+            loss_of(model(tokens), labels).backward()
+            dmuon.set_requires_all_reduce(model, True)
+            optimizer.zero_grad()
+        train(model, optimizer, 2, rank, start=1)
+        results.append(full_weights(model))
+    assert_same(results[1], results[0], atol=0, rtol=0)
+
+
+@distributed(world=2)
+def test_the_divide_factor_is_of_all_gradients(rank, world):
+    """FSDP2's and ours: sums of all ranks' gradients."""
+    model, _ = build(world)
+    dmuon.set_gradient_divide_factor(model, 1.0)
+    tokens, labels = batch(0, rank)
+    loss_of(model(tokens), labels).backward()
+    oracle = ToyModel()
+    for other in range(world):
+        tokens, labels = batch(0, other)
+        loss_of(oracle(tokens), labels).backward()
+    assert_same(full_gradients(model), {name: p.grad for name, p in oracle.named_parameters()}, atol=2e-6)

@@ -8,6 +8,7 @@ from torch import nn
 import dmuon
 from tests.dmuon.harness import (
     DEVICE,
+    CountingNewtonSchulz,
     assert_same,
     build,
     data_rank,
@@ -58,18 +59,13 @@ def test_one_owner_in_the_whole_grid(rank, world):
     compute dtype."""
     policy = {**TYPE_SPLIT, "defaults": {"route": "adamw", "param_dtype": torch.bfloat16}}
     for shape in ((2, 2, 1), (1, 2, 2), (2, 1, 2)):
-        model, optimizer = build(world, odd_model(), all_routes, mesh=shape, shard=False, param_policy=policy)
-        seen = torch.zeros(())
-        orthogonalize = optimizer.newton_schulz
-
-        def counting(stack, seen=seen, orthogonalize=orthogonalize):
-            seen.add_(stack.shape[0])
-            return orthogonalize(stack)
-
-        optimizer.newton_schulz = counting
+        counting = CountingNewtonSchulz()
+        options = {"muon": {"ns_backend": counting}, "param_policy": policy}
+        model, optimizer = build(world, odd_model(), all_routes, mesh=shape, shard=False, **options)
         tokens, labels = batch(0, data_rank(rank, shape))
         loss_of(model(tokens), labels).backward()
         optimizer.step()
+        seen = torch.tensor(sum(counting.numbers))
         dist.all_reduce(seen)
         assert seen == 9
         for unit in model._dmuon_runtime.units:

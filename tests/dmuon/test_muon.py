@@ -61,3 +61,20 @@ def test_newton_schulz_function():
         r = x @ x.mT
         x = 3.4445 * x + (-4.7750 * r + 2.0315 * r @ r) @ x
     torch.testing.assert_close(result, x.float(), atol=2e-6, rtol=1e-5)
+
+
+@distributed(world=2)
+def test_what_the_optimizer_refuses(rank, world):
+    """Before anything moves."""
+    model, _ = build(world, optimizer=False)
+    with pytest.raises(ValueError, match=r"adamw_implementation must be one of .* got 'fuse'"):
+        dmuon.Muon(model, adamw_implementation="fuse")
+    optimizer = dmuon.Muon(model, adamw_implementation="foreach")
+    with pytest.raises(RuntimeError, match="takes no further parameters: build it anew"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+    before = full_weights(model)
+    tokens, labels = batch(0, rank)
+    loss_of(model(tokens), labels).backward()
+    with pytest.raises(ValueError, match="found_inf needs adamw_implementation='fused', this optimizer has 'foreach'"):
+        optimizer.step(found_inf=torch.zeros(()))
+    assert_same(full_weights(model), before, atol=0, rtol=0)

@@ -166,3 +166,40 @@ def test_what_is_wrong_raises_on_every_rank(rank, world):
             dmuon.Muon(model, param_groups=groups)
     with pytest.raises(ValueError, match="momentum is out of range"):
         dmuon.Muon(model, momentum=1.5)
+
+
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5, eta_min=1e-4),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, [g["lr"] for g in o.param_groups], total_steps=6, cycle_momentum=False
+    ),
+    "lambda per group": lambda o: LambdaLR(o, [lambda t, k=k: 1 / (1 + k * t) for k in range(4)]),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@distributed(world=2)
+def test_any_scheduler_moves_each_group_as_it_would_a_plain_optimizers(rank, world, kind):
+    model, _ = build(world, optimizer=False)
+    base, action = split(model)
+    groups = [{"params": base}, {"params": action, "lr": 0.02}]
+    optimizer = dmuon.Muon(model, lr=0.01, adamw_lr=0.003, param_groups=groups)
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in optimizer.param_groups]
+    plain = torch.optim.SGD(
+        [{"params": [w], "lr": g["lr"]} for w, g in zip(weights, optimizer.param_groups, strict=True)]
+    )
+    schedulers = [SCHEDULERS[kind](each) for each in (optimizer, plain)]
+    for step in range(4):
+        train(model, optimizer, 1, rank, start=step)
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        rates = [[g["lr"] for g in each.param_groups] for each in (optimizer, plain)]
+        assert rates[0] == pytest.approx(rates[1], rel=1e-12), step
+    assert len(set(rates[0])) > 1

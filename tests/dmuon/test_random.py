@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, data_rank, full_gradients, full_weights, weights_of
+from tests.dmuon.harness import (
+    CountingNewtonSchulz,
+    assert_same,
+    build,
+    data_rank,
+    full_gradients,
+    full_weights,
+    weights_of,
+)
 from tests.dmuon.test_meshes import TYPE_SPLIT
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
@@ -153,18 +161,6 @@ def backward(model, loss, way):
         loss.backward()
 
 
-def counted(optimizer):
-    """A list that gets the number of matrices of every Newton-Schulz of this rank."""
-    numbers, orthogonalize = [], optimizer.newton_schulz
-
-    def counting(stack):
-        numbers.append(stack.shape[0])
-        return orthogonalize(stack)
-
-    optimizer.newton_schulz = counting
-    return numbers
-
-
 def assert_each_matrix_once(model, numbers, layers):
     """This step's Newton-Schulz has seen every matrix once in the world: each rank as many as it owns, and the owned
     ones are all there are."""
@@ -181,19 +177,20 @@ def assert_each_matrix_once(model, numbers, layers):
 def train_drawn(draw, rank, world):
     """(weights, gradient norms) of the distributed run."""
     policy = {"predicate": lambda n, p: True, "param_policy": TYPE_SPLIT} if draw.everything else {}
+    counting = CountingNewtonSchulz()
     model, optimizer = build(
         world,
         make(draw),
         mesh=draw.mesh,
         shard=not draw.everything,
-        muon=draw.hyper,
+        muon={**draw.hyper, "ns_backend": counting},
         mode=draw.mode,
         prefetch=draw.prefetch,
         replicate_async=draw.replicate_async,
         **policy,
     )
     model.checkpointed = draw.checkpointed
-    numbers, norms, mine = counted(optimizer), [], data_rank(rank, draw.mesh)
+    numbers, norms, mine = counting.numbers, [], data_rank(rank, draw.mesh)
     for step in range(STEPS):
         for micro in range(draw.accumulation):
             evaluate(model, draw, step, micro, mine)

@@ -21,7 +21,7 @@ def train_with_delays(rank, world, mesh, mode, delays, steps=12):
 
     def maybe_sleep(*_):
         if delays and rank == 1:
-            time.sleep(0.02 * torch.rand((), generator=draw, device="cpu").item())
+            time.sleep(0.01 * torch.rand((), generator=draw, device="cpu").item())
 
     for layer in model.layers:
         layer.norm.register_forward_hook(maybe_sleep)

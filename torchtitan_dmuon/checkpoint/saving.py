@@ -28,6 +28,10 @@ from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
 from torchtitan_dmuon.distributed import agree
 from torchtitan_dmuon.dmuon.chunks import Chunks, parts_of
 
+# The DefaultStager of torch 2.11 and 2.12 takes itself apart when it has staged once: there every save makes (and page-
+# locks) memory of its own.
+_STAGERS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
 
 class LogicalStager(AsyncStager):
     """Copies this rank's tensors to host memory through DCP's ``DefaultStager``, which knows plain tensors only: parts
@@ -86,6 +90,7 @@ class LogicalStager(AsyncStager):
         return rebuilt
 
     def close(self) -> None:
+        """Free the host memory and end the thread."""
         self._inner.close()
 
 
@@ -118,7 +123,7 @@ class Saver:
         self._thread = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") if mode != "disabled" else None
         )
-        self._stager = LogicalStager(behind=True) if mode == "async_with_pinned_mem" else None
+        self._stager: LogicalStager | None = None
         self._staging: Future | None = None
         self._pending: Future | None = None
         self._is_clean = False
@@ -187,7 +192,10 @@ class Saver:
         if self._mode == "disabled" or not behind:
             finish(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group))
             return
-        stager = self._stager or LogicalStager(behind=False)
+        behind_next_step = self._mode == "async_with_pinned_mem"
+        stager = self._stager or LogicalStager(behind_next_step)
+        if behind_next_step and _STAGERS_LAST:
+            self._stager = stager
         try:
             response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
         except (RuntimeError, MemoryError) as error:

@@ -32,6 +32,7 @@ class TrainState:
         world_size: number of ranks that wrote it.
         contents: ``full``, ``model`` (weights only) or ``huggingface``; only a full one can be resumed from.
         hf_config: content of a HuggingFace ``config.json`` for the model.
+        muon: how the momentum was made (``dmuon.muon_recipe``).
     """
 
     step: int
@@ -42,6 +43,7 @@ class TrainState:
     world_size: int = 1
     contents: str = FULL
     hf_config: dict[str, Any] = field(default_factory=dict)
+    muon: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -75,7 +75,9 @@ class ParamGroup:
     nesterov: bool | None = key(None, "Nesterov momentum")
     adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1)
     adamw_eps: float | None = key(None, "AdamW term added to the denominator", minimum=0)
-    dmuon_route: str | None = key(None, "route of all its dedicated parameters", choices=("muon", "adamw"))
+    dmuon_route: str | None = key(
+        None, "route of all its dedicated parameters", choices=("muon", "adamw", "sharded_adamw")
+    )
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ class DMuon:
 
     momentum: float = key(0.95, "Muon momentum", minimum=0, below=1)
     nesterov: bool = key(True, "Nesterov momentum")
-    ns_steps: int = key(5, "Newton-Schulz iterations", minimum=1)
+    ns_steps: int | None = key(None, "Newton-Schulz iterations; none is all of the coefficients' own", minimum=1)
     ns_backend: str = key("gram", "Newton-Schulz form", choices=("gram", "direct"))
     ns_coefficients: str = key(
         "polar_express", "Newton-Schulz coefficients", choices=("polar_express", "kj", "you", "deepseek_v4")
@@ -270,6 +272,12 @@ class DMuon:
         "scale of an [m, n] update: match_rms_adamw 0.2 * sqrt(max(m, n)), original sqrt(max(1, m / n)), spectral"
         " sqrt(m / n), unit 1; each wants a learning rate of its own",
         choices=("match_rms_adamw", "original", "spectral", "unit"),
+    )
+    ns_kernel: str = key(
+        "auto",
+        "products of Newton-Schulz: cublas in full, triton (or quack, if installed) half of each symmetric one; auto"
+        " is the environment's DMUON_NS_KERNEL, else a fixed rule on the GPU and the size",
+        choices=("auto", "cublas", "triton", "quack"),
     )
     ns_restart_iterations: list[int] | None = key(
         None, "iterations after which the Gram form restarts; none is the coefficients' own", item=int, minimum=1
@@ -281,10 +289,16 @@ class DMuon:
     qk_clip_threshold: float | None = key(
         None, "QK-clip: heads whose attention logits exceed it are scaled down; none is off (100 in Kimi K2)", above=0
     )
+    clip: str = key(
+        "joint",
+        "what training.max_norm bounds: joint the norm of all gradients, buckets that of the matrices and that of the"
+        " rest, each by itself",
+        choices=("joint", "buckets"),
+    )
     split_heads: bool = key(False, "orthogonalise query, key and value of each head by itself")
     mode: str = key(
         "z3",
-        "packed weights: z3 frees them after forward, z2 keeps them until backward",
+        "packed weights: z3 frees them after forward and backward, z2 keeps them until the optimizer changes them",
         choices=("z2", "z3"),
     )
     prefetch: int = key(1, "units unsharded ahead of the one that computes", minimum=0)

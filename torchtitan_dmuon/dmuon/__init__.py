@@ -6,9 +6,11 @@ from .classify import Decision, canonical_fqn, classify
 from .clip import (
     GradientEntry,
     clip_grad_norm_,
+    clip_grad_norm_buckets_,
     clip_gradients_,
     clip_total_grad_norm_,
     register_muon_grad_clip_strategy,
+    try_clip_optimizer_grad_norm_buckets_,
 )
 from .diagnostics import (
     OwnershipRow,
@@ -23,7 +25,7 @@ from .materialize import initialize_undedicated, materialize
 from .muon import Muon
 from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
 from .ns_backend import get_backend_status, get_ns_backend
-from .optimizer_state import convert_ema_momentum, state_dict_from_torch
+from .optimizer_state import check_muon_recipe, convert_ema_momentum, muon_recipe, state_dict_from_torch
 from .qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
 from .runtime import (
     dedicate_params,
@@ -63,8 +65,10 @@ __all__ = [
     "QKClipLayer",
     "attention_heads",
     "canonical_fqn",
+    "check_muon_recipe",
     "classify",
     "clip_grad_norm_",
+    "clip_grad_norm_buckets_",
     "clip_gradients_",
     "clip_total_grad_norm_",
     "convert_ema_momentum",
@@ -81,6 +85,7 @@ __all__ = [
     "initialize_undedicated",
     "latent_attention_heads",
     "materialize",
+    "muon_recipe",
     "newton_schulz",
     "no_sync",
     "ownership_table",
@@ -99,4 +104,5 @@ __all__ = [
     "state_dict_from_torch",
     "summarize_comm_plan",
     "summarize_param_groups",
+    "try_clip_optimizer_grad_norm_buckets_",
 ]

@@ -1,13 +1,16 @@
 """Gradient norms and clipping over gradients that live in different places.
 
 A dedicated gradient exists once, on its owner. An FSDP2 gradient is a DTensor: sharded over some mesh dimensions,
-replicated over others. One number comes out of both, with one collective and without waiting for the device.
+replicated over others. The norms of any number of buckets of them come out of one collective (one for each mesh
+dimension), without waiting for the device. Norms and scaling are PyTorch's multi-tensor (``foreach``) operations, one
+kernel launch for many tensors on CUDA and a loop elsewhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +21,14 @@ from .lanes import Lane
 from .muon import Muon
 from .policy import nearest
 
+# A gradient's local part, with the number of ranks that hold the same: it counts 1 / copies on each.
+Part = tuple[torch.Tensor, int]
 
-def local_norms(gradients: Iterable[torch.Tensor], norm_type: float, ranks: int) -> list[tuple[torch.Tensor, float]]:
-    """(p-norm of the local part, share that counts) of each gradient among ``ranks`` ranks. A part that r of them hold
-    alike counts 1/r on each: r is ``ranks`` for a plain tensor, and follows from mesh and placements for a DTensor."""
-    result = []
+
+def local_parts(gradients: Iterable[torch.Tensor], ranks: int) -> list[Part]:
+    """The local part of each gradient among ``ranks`` ranks. A plain tensor is held alike by all of them; how many hold
+    a part of a DTensor follows from its mesh and placements."""
+    parts = []
     for grad in gradients:
         copies = ranks
         if isinstance(grad, DTensor):
@@ -32,48 +38,76 @@ def local_norms(gradients: Iterable[torch.Tensor], norm_type: float, ranks: int)
                     raise ValueError("a partial gradient has no norm before it is reduced")
                 copies *= grad.device_mesh.size(dim) if placement.is_replicate() else 1
             grad = grad.to_local()
-        result += _norm(grad, norm_type, copies)
-    return result
+        if grad.numel():
+            parts.append((grad, copies))
+    return parts
 
 
-def _norm(grad: torch.Tensor, norm_type: float, copies: int) -> list[tuple[torch.Tensor, float]]:
-    if not grad.numel():
-        return []
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    return [(torch.linalg.vector_norm(grad, norm_type, dtype=dtype), 1.0 / copies)]
-
-
-def combine_norms(norms: list[tuple[torch.Tensor, float]], norm_type: float, lanes: Sequence[Lane]) -> torch.Tensor:
-    """Collective over ``lanes``, one after the other. The p-norm of everything, a 0-D float32 tensor, the same on every
-    rank."""
-    device = lanes[0].device
-
-    def everywhere(value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        for lane in lanes:
-            value = lane.all_reduce(value, op)
-        return value
-
-    if norm_type == math.inf:
-        values = [norm for norm, _ in norms] or [torch.zeros((), device=device)]
-        total = torch.stack([value.double() for value in values]).max()
-        # max() does not carry NaN through every backend: send it as a count of its own.
-        bad = everywhere(total.isnan().double(), dist.ReduceOp.SUM)
-        total = everywhere(total.nan_to_num(nan=0.0, posinf=math.inf), dist.ReduceOp.MAX)
-        return torch.where(bad > 0, torch.full_like(total, math.nan), total).float()
+def _local_power(parts: Sequence[Part], norm_type: float, device: torch.device) -> torch.Tensor:
+    """0-D float64: this rank's share of the sum of ``|g| ** norm_type``, or its largest ``|g|`` for the infinity norm
+    (NaN if there is one)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for share in sorted({share for _, share in norms}):
+    alike: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    for grad, copies in parts:
+        alike[(copies, torch.promote_types(grad.dtype, torch.float32))].append(grad)
+    for (copies, dtype), grads in sorted(alike.items(), key=lambda item: (item[0][0], str(item[0][1]))):
         # In float64: the sum over hundreds of tensors keeps float32's accuracy, and is a handful of scalars.
-        powers = torch.stack([norm for norm, s in norms if s == share]).double() ** norm_type
-        total += powers.sum() * share
-    return (everywhere(total, dist.ReduceOp.SUM) ** (1.0 / norm_type)).float()
+        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(grads, norm_type, dtype)]).double()
+        if norm_type == math.inf:
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + (norms**norm_type).sum() / copies
+    return total
 
 
-def clip_(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients in place by ``max_norm / (total + 1e-6)`` where that is below one."""
+def combine_norms(buckets: Sequence[Sequence[Part]], norm_type: float, lanes: Sequence[Lane], device: torch.device):
+    """Collective over ``lanes``, one after the other. The p-norm of each bucket over all ranks: float32 [buckets], the
+    same on every rank."""
+    powers = torch.stack([_local_power(parts, norm_type, device) for parts in buckets])
+    if norm_type == math.inf:
+        # Not every backend's maximum carries NaN: it is sent as a flag beside the number.
+        bad = powers.isnan()
+        sent = torch.cat([powers.nan_to_num(nan=0.0, posinf=math.inf), bad.double()])
+        for lane in lanes:
+            sent = lane.all_reduce(sent, dist.ReduceOp.MAX)
+        largest, bad = sent.chunk(2)
+        return torch.where(bad > 0, math.nan, largest).float()
+    for lane in lanes:
+        powers = lane.all_reduce(powers)
+    return (powers ** (1.0 / norm_type)).float()
+
+
+def _scale_(parts: Sequence[Part], total: torch.Tensor, max_norm: float) -> None:
+    """Multiply in place by ``max_norm / (total + 1e-6)`` where that is below one."""
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in gradients:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(local.device, local.dtype))
+    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for grad, _ in parts:
+        by_device[grad.device].append(grad)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, factor.to(device))
+
+
+def _clip(
+    buckets: Mapping[str, Sequence[Part]],
+    max_norms: Mapping[str, float],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    lanes: Sequence[Lane],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Clip every bucket by its own norm. Collective. Nothing is changed if an error is raised."""
+    for value in (*max_norms.values(), norm_type):
+        if not value > 0:
+            raise ValueError(f"max_norm and norm_type must be positive, got {dict(max_norms)} and {norm_type}")
+    totals = combine_norms(list(buckets.values()), float(norm_type), lanes, device)
+    norms = dict(zip(buckets, totals.unbind(), strict=True))
+    if error_if_nonfinite and not totals.isfinite().all():
+        told = {name: norm.item() for name, norm in norms.items()}
+        told = next(iter(told.values())) if len(told) == 1 else told
+        raise RuntimeError(f"the total gradient norm (order {norm_type}) is {told}; nothing was clipped")
+    for name, parts in buckets.items():
+        _scale_(parts, norms[name], max_norms[name])
+    return norms
 
 
 @torch.no_grad()
@@ -83,7 +117,7 @@ def clip_gradients_(
     lanes: Sequence[Lane],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    owned: Sequence[tuple[torch.Tensor, int]] = (),
+    owned: Sequence[Part] = (),
 ) -> torch.Tensor:
     """Clip by one joint p-norm. Collective over ``lanes``, whose groups together span the ranks.
 
@@ -94,17 +128,12 @@ def clip_gradients_(
 
     Returns the norm before clipping; raises as :func:`clip_grad_norm_`.
     """
-    if not max_norm > 0 or not norm_type > 0:
-        raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-    norm_type = float(norm_type)
-    norms = local_norms(gradients, norm_type, math.prod(lane.size for lane in lanes))
-    for grad, copies in owned:
-        norms += _norm(grad, norm_type, copies)
-    total = combine_norms(norms, norm_type, lanes)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the total gradient norm (order {norm_type}) is {total.item()}; nothing was clipped")
-    clip_([*gradients, *(grad for grad, _ in owned)], total, max_norm)
-    return total
+    parts = [*local_parts(gradients, math.prod(lane.size for lane in lanes)), *_not_empty(owned)]
+    return _clip({"": parts}, {"": max_norm}, norm_type, error_if_nonfinite, lanes, lanes[0].device)[""]
+
+
+def _not_empty(parts: Iterable[Part]) -> list[Part]:
+    return [(grad, copies) for grad, copies in parts if grad.numel()]
 
 
 @dataclass(frozen=True)
@@ -193,3 +222,82 @@ def clip_total_grad_norm_(
     owned = [(piece.grad, piece.copies) for piece in optimizer.runtime.owned if piece.grad is not None]
     others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return clip_gradients_(others, max_norm, optimizer.runtime.lanes.grid, norm_type, error_if_nonfinite, owned)
+
+
+# -------------------------------------------------------------------- several norms in one collective
+
+
+@torch.no_grad()
+def clip_grad_norm_buckets_(
+    buckets: Mapping[str, Iterable[torch.Tensor | None]],
+    max_norm: float | Mapping[str, float],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    lanes: Sequence[Lane] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Clip each bucket of gradients by a norm of its own, all norms in one collective, without waiting for the device.
+
+    Args:
+        buckets: name -> gradients: DTensors, or plain tensors that all ranks hold alike; ``None`` is left out. The same
+            names in the same order on every rank.
+        max_norm: the bound of all buckets, or of each by name.
+        lanes: over whose ranks; default the ranks of the default process group, or this process alone without one.
+
+    Returns:
+        name -> the norm before clipping, a 0-D float32 tensor, the same on every rank; zero of an empty bucket.
+
+    Raises:
+        ValueError: a bound that is not positive or not given, or a partial DTensor.
+        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device); nothing is clipped then.
+    """
+    held = {name: [grad for grad in gradients if grad is not None] for name, gradients in buckets.items()}
+    if not held:
+        return {}
+    device = next((grad.device for gradients in held.values() for grad in gradients), torch.device("cpu"))
+    if lanes is None:
+        lanes = [Lane("clip", dist.group.WORLD, device)] if dist.is_initialized() else []
+    ranks = math.prod(lane.size for lane in lanes)
+    device = lanes[0].device if lanes else device
+    parts = {name: local_parts(gradients, ranks) for name, gradients in held.items()}
+    return _clip(parts, _bounds(max_norm, held), norm_type, error_if_nonfinite, lanes, device)
+
+
+@torch.no_grad()
+def try_clip_optimizer_grad_norm_buckets_(
+    optimizer: Muon,
+    regular_grads: Iterable[torch.Tensor | None] = (),
+    adamw_grads: Iterable[torch.Tensor | None] = (),
+    max_norm: float | Mapping[str, float] = 1.0,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Clip the gradients of a run as three buckets, each by its own norm: ``regular`` (``regular_grads``), ``muon``
+    (dedicated matrices) and ``adamw`` (``adamw_grads`` and dedicated parameters on an AdamW route). Collective, one
+    all-reduce for each mesh dimension; waits for reductions in flight, but not for the device.
+
+    There is one implementation, which PyTorch runs as multi-tensor kernels on CUDA and as a loop elsewhere, so it
+    always succeeds. Arguments, result and errors are those of :func:`clip_grad_norm_buckets_`.
+    """
+    runtime = optimizer.runtime
+    runtime.wait_gradients()
+    lanes = runtime.lanes.grid
+    ranks = math.prod(lane.size for lane in lanes)
+    owned = [(piece, (piece.grad, piece.copies)) for piece in runtime.owned if piece.grad is not None]
+    buckets = {
+        "regular": local_parts((grad for grad in regular_grads if grad is not None), ranks),
+        "muon": [part for piece, part in owned if piece.spec.route == "muon"],
+        "adamw": [
+            *local_parts((grad for grad in adamw_grads if grad is not None), ranks),
+            *_not_empty(part for piece, part in owned if piece.spec.route != "muon"),
+        ],
+    }
+    return _clip(buckets, _bounds(max_norm, buckets), norm_type, error_if_nonfinite, lanes, lanes[0].device)
+
+
+def _bounds(max_norm: float | Mapping[str, float], buckets: Iterable[str]) -> dict[str, float]:
+    if not isinstance(max_norm, Mapping):
+        return dict.fromkeys(buckets, max_norm)
+    names = list(buckets)
+    if set(max_norm) != set(names):
+        raise ValueError(f"max_norm is given for {sorted(max_norm)}, the buckets are {names}")
+    return dict(max_norm)

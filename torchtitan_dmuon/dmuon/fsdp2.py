@@ -6,7 +6,7 @@ Supported: torch 2.11 to 2.14. ``tests/dmuon/test_fsdp2.py`` exercises every nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -170,3 +170,28 @@ def set_fsdp_requires_all_reduce(model: nn.Module, required: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_all_reduce(required, recurse=False)
+
+
+def set_fsdp_divide_factor(model: nn.Module, factor: float) -> None:
+    """``set_gradient_divide_factor`` on every FSDP2 module in ``model``, by plain sums, which gloo has, too."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def drop_fsdp_gradients(modules: Iterable[FSDPModule]) -> None:
+    """Forget what FSDP2 holds back for a later backward: unsharded gradients (``no_sync``) and sums over one replica
+    (``set_requires_all_reduce(False)``). They are not in ``param.grad``, and FSDP2 has no public way to drop them."""
+    for module in modules:
+        state = vars(module._get_fsdp_state())
+        # torch 2.11 has one group a module, later versions a list of them.
+        groups = state["_fsdp_param_groups"] if "_fsdp_param_groups" in state else [state["_fsdp_param_group"]]
+        for group in groups:
+            if group is None:
+                continue
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if "_unsharded_param" in vars(param):  # made by the first forward
+                    vars(param)["_unsharded_param"].grad = None

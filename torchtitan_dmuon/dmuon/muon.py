@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from . import adamw
 from .classify import canonical_fqn
-from .fsdp2 import sharded_parameters
+from .fsdp2 import drop_fsdp_gradients, sharded_parameters
 from .matrices import SCALES, MatrixStack, MatrixView, UpdateRule, check_normuon, neuron_dim
 from .newton_schulz import NewtonSchulz
 from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -22,6 +22,8 @@ from .param_groups import lower_param_groups
 from .qk_clip import QKClip
 from .runtime import runtime_of
 from .storage import DedicatedParam, Piece
+
+ADAMW_IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
 
 class Muon(torch.optim.Optimizer):
@@ -74,6 +76,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
+        if adamw_implementation not in ADAMW_IMPLEMENTATIONS:
+            raise ValueError(
+                f"adamw_implementation must be one of {ADAMW_IMPLEMENTATIONS}, got {adamw_implementation!r}"
+            )
         if not 0.0 <= normuon_beta2 < 1.0:
             raise ValueError(f"normuon_beta2 is out of range: {normuon_beta2}")
         self.runtime = runtime_of(model)
@@ -113,6 +119,7 @@ class Muon(torch.optim.Optimizer):
         # Every parameter of the groups -> its canonical name.
         self.names = {param: canonical_fqn(name) for name, param in trainable.items()} | frozen
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._adamw_implementation = adamw_implementation
         self._undedicated = {id(param) for param in others}
         self.plain_adamw = self._build_adamw(adamw_implementation)
         self._stacks, self._adamw_pieces = self._build_owned()
@@ -220,7 +227,14 @@ class Muon(torch.optim.Optimizer):
             closure: evaluated first, as in every PyTorch optimizer.
             found_inf: 0-D float tensor on the device. Where it is not zero nothing moves, without the host having to
                 know. Needs ``adamw_implementation="fused"``.
+
+        Raises:
+            ValueError: ``found_inf`` with an AdamW that is not fused.
         """
+        if found_inf is not None and self.plain_adamw and self._adamw_implementation != "fused":
+            raise ValueError(
+                f"found_inf needs adamw_implementation='fused', this optimizer has {self._adamw_implementation!r}"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -252,9 +266,20 @@ class Muon(torch.optim.Optimizer):
             runtime.barrier()
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is built, for PyTorch's constructor: its state is laid out then.
+
+        Raises:
+            RuntimeError: afterwards.
+        """
+        if "_stacks" in vars(self):
+            raise RuntimeError("Muon takes no further parameters: build it anew with all of its param_groups")
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient: reduced, in flight, and of FSDP2 parameters."""
+        """Drop every gradient: reduced, in flight, held back for accumulation, and of FSDP2 parameters."""
         self.runtime.zero_grad()
+        drop_fsdp_gradients(self._fsdp_modules)
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None

@@ -165,6 +165,10 @@ class NewtonSchulz:
     def steps(self) -> int:
         return len(self.coefficients)
 
+    def __str__(self) -> str:
+        restarts = f", restart after {', '.join(map(str, self.restarts))}" if self.backend == "gram" else ""
+        return f"{self.backend}, {self.name}, {self.steps} steps{restarts}, kernel {self.kernel}"
+
     @staticmethod
     def compute_dtype(device: torch.device) -> torch.dtype:
         """Of the iteration: float16 (with float32 accumulation) on CUDA, float32 elsewhere."""

@@ -1,7 +1,7 @@
 """``Muon.state_dict`` and ``load_state_dict``: state by parameter name, the same keys on every rank.
 
-A state dict is ``{"state": {fqn: {name: tensor}}, "param_groups": [...], "muon": {...}}``. Tensors are live, in the form
-DCP saves and loads in place; where another rank holds one, this rank has a ``Chunks`` without parts under its name.
+A state dict is ``{"state": {fqn: {name: tensor}}, "param_groups": [...], "muon": {...}}``. Tensors are live, as DCP
+saves and loads them in place; where another rank holds one, this rank has a ``Chunks`` without parts under its name.
 ``muon`` records what the momentum is and what turned it into updates.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 HEAVY_BALL, EMA = "heavy_ball", "ema"
 
 
-def recipe(optimizer: Muon) -> dict[str, Any]:
+def muon_recipe(optimizer: Muon) -> dict[str, Any]:
     """What a state dict records of how the state was made; plain data."""
     newton_schulz, rule = optimizer.newton_schulz, optimizer.rule
     return {
@@ -38,7 +38,7 @@ def recipe(optimizer: Muon) -> dict[str, Any]:
     }
 
 
-def check_recipe(saved: Mapping[str, Any], optimizer: Muon, source: str = "the state dict") -> None:
+def check_muon_recipe(saved: Mapping[str, Any], optimizer: Muon, source: str = "the state dict") -> None:
     """Say what differs between a saved recipe and this optimizer's.
 
     Raises:
@@ -50,7 +50,7 @@ def check_recipe(saved: Mapping[str, Any], optimizer: Muon, source: str = "the s
             f"{source} holds {form!r} momentum, this optimizer keeps {HEAVY_BALL!r} (M = mu M + G): convert it with "
             "dmuon.convert_ema_momentum"
         )
-    for key, here in recipe(optimizer).items():
+    for key, here in muon_recipe(optimizer).items():
         if key in saved and saved[key] != here:
             logger.warning("%s was made with %s %s, this optimizer has %s", source, key, saved[key], here)
 
@@ -60,7 +60,7 @@ def optimizer_state_dict(optimizer: Muon) -> dict[str, Any]:
     names = optimizer.names
     groups = [{**group, "params": [names[param] for param in group["params"]]} for group in optimizer.param_groups]
     state = {fqn: values for fqn, values in _live_state(optimizer).items() if values}
-    return {"state": state, "param_groups": groups, "muon": recipe(optimizer)}
+    return {"state": state, "param_groups": groups, "muon": muon_recipe(optimizer)}
 
 
 def _live_state(optimizer: Muon) -> dict[str, dict[str, torch.Tensor]]:
@@ -91,7 +91,7 @@ def _live_state(optimizer: Muon) -> dict[str, dict[str, torch.Tensor]]:
 @torch.no_grad()
 def load_optimizer_state_dict(optimizer: Muon, saved: Mapping[str, Any]) -> None:
     """As :meth:`Muon.load_state_dict`. Everything is checked before anything changes. Not collective."""
-    check_recipe(saved.get("muon", {}), optimizer)
+    check_muon_recipe(saved.get("muon", {}), optimizer)
     updates = _group_updates(optimizer, saved["param_groups"]) if "param_groups" in saved else []
     copies = []
     for fqn, values in _live_state(optimizer).items():

@@ -444,11 +444,12 @@ def ignored_params(model: nn.Module) -> set[nn.Parameter]:
 
 
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
-    """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks. 1.0 leaves sums, for a
-    loss already divided by the global number of tokens."""
+    """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks, in FSDP2 modules that the
+    model has by now as well. 1.0 leaves sums, for a loss already divided by the global number of tokens."""
     if not factor > 0:
         raise ValueError(f"factor must be positive, got {factor}")
     runtime_of(model).divide_factor = float(factor)
+    fsdp2.set_fsdp_divide_factor(model, float(factor))
 
 
 def set_timeout(model: nn.Module, timeout: timedelta) -> None:
