@@ -60,7 +60,9 @@ def _local_power(parts: Sequence[Part], norm_type: float, device: torch.device) 
     return total
 
 
-def combine_norms(buckets: Sequence[Sequence[Part]], norm_type: float, lanes: Sequence[Lane], device: torch.device):
+def combine_norms(
+    buckets: Sequence[Sequence[Part]], norm_type: float, lanes: Sequence[Lane], device: torch.device
+) -> torch.Tensor:
     """Collective over ``lanes``, one after the other. The p-norm of each bucket over all ranks: float32 [buckets], the
     same on every rank."""
     powers = torch.stack([_local_power(parts, norm_type, device) for parts in buckets])

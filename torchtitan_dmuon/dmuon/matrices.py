@@ -20,7 +20,7 @@ import torch
 from .blocks import COLUMNS, Block, put, take
 from .newton_schulz import NORM_EPS, NewtonSchulz
 from .ns_backend import fused_passes
-from .storage import Piece
+from .storage import DedicatedParam, Piece
 
 if TYPE_CHECKING:
     from .fused_update import FusedPasses  # needs Triton
@@ -105,11 +105,11 @@ def neuron_dim(piece: Piece) -> int:
     return -1 if piece.spec.transposed else -2
 
 
-def check_normuon(piece: Piece) -> None:
+def check_normuon(dp: DedicatedParam) -> None:
     """Raises ValueError for blocks that cut neurons apart, whose statistics would not be per neuron."""
-    blocks = piece.spec.blocks
-    if blocks is not None and (blocks.dim == COLUMNS) != piece.spec.transposed:
-        raise ValueError(f"normuon: the blocks of {piece.fqn} ({blocks}) cut along its inputs; leave blocks out for it")
+    blocks = dp.spec.blocks
+    if dp.spec.route == "muon" and blocks is not None and (blocks.dim == COLUMNS) != dp.spec.transposed:
+        raise ValueError(f"normuon: the blocks of {dp.fqn} ({blocks}) cut along its inputs; leave blocks out for it")
 
 
 class MatrixStack:

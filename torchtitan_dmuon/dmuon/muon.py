@@ -114,6 +114,9 @@ class Muon(torch.optim.Optimizer):
                 "adamw_eps": adamw_eps,
             },
         )
+        if normuon:  # on every rank, not on the owner alone
+            for dp in self.runtime.params:
+                check_normuon(dp)
         super().__init__(groups, defaults={})
         frozen = {dp.param: dp.fqn for dp in self.runtime.params if not dp.spec.trainable}
         # Every parameter of the groups -> its canonical name.
@@ -166,7 +169,6 @@ class Muon(torch.optim.Optimizer):
         """The matrices of one piece, on their state, which is created here."""
         state = {"momentum_buffer": torch.zeros_like(piece.master, dtype=piece.spec.optim_dtype)}
         if self.rule.normuon_beta2 is not None:
-            check_normuon(piece)
             inputs = -1 if neuron_dim(piece) == -2 else -2
             like = piece.master.narrow(inputs, 0, 1)
             state["second_moment"] = torch.zeros_like(like, dtype=torch.float32, memory_format=torch.contiguous_format)
