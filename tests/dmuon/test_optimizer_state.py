@@ -224,3 +224,49 @@ def test_ema_momentum_is_a_tenth_of_the_sum():
     torch.testing.assert_close(converted["state"]["w"]["momentum_buffer"], torch.ones(2))
     assert converted["state"]["w"]["step"] == 1 and converted["muon"]["momentum_form"] == "heavy_ball"
     assert state["state"]["w"]["momentum_buffer"][0] == 0.05
+
+
+@distributed(world=2)
+def test_hyperparameters_are_checked_before_anything_is_taken(rank, world):
+    _, optimizer = build(world)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, key, value, message in [
+        (1, "betas", (2.0, 0.9), r"group 'adamw' of the state dict: adamw_betas\[0\] is out of range"),
+        (1, "betas", (0.9,), "adamw_betas must be two numbers"),
+        (0, "lr", "fast", "lr must be a number, got 'fast'"),
+        (0, "momentum", None, "group 'muon' of the state dict has no momentum"),
+    ]:
+        state = copy.deepcopy(optimizer.state_dict())
+        if value is None:
+            del state["param_groups"][group][key]
+        else:
+            state["param_groups"][group][key] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="it has no 'state', only"):
+        optimizer.load_state_dict({"param_groups": []})
+    broken = copy.deepcopy(optimizer.state_dict())
+    broken["state"]["layers.0.q_proj.weight"]["momentum_buffer"] = [1.0]
+    with pytest.raises(ValueError, match="momentum_buffer is a list in the state dict, expected a tensor"):
+        optimizer.load_state_dict(broken)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
+@distributed(world=2)
+def test_parts_can_be_copied_saved_and_printed(rank, world):
+    model, optimizer = build(world)
+    train(model, optimizer, 1, rank)
+    state = optimizer.state_dict()
+    absent = next(v["momentum_buffer"] for v in state["state"].values() if "Chunks" in repr(v.get("momentum_buffer")))
+    assert repr(absent).endswith("no part on this rank)")
+    cloned = {f: {k: v.detach().clone() for k, v in values.items()} for f, values in state["state"].items()}
+    train(model, optimizer, 1, rank, start=1)
+    optimizer.load_state_dict({**state, "state": cloned})
+    with tempfile.TemporaryFile() as file:
+        torch.save(cloned, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    optimizer.load_state_dict({**state, "state": loaded})
+    for piece in optimizer.runtime.owned:
+        momentum = cloned[piece.fqn]["momentum_buffer"]
+        assert torch.equal(optimizer.state_of(piece)["momentum_buffer"], momentum)

@@ -203,3 +203,71 @@ def test_any_scheduler_moves_each_group_as_it_would_a_plain_optimizers(rank, wor
         rates = [[g["lr"] for g in each.param_groups] for each in (optimizer, plain)]
         assert rates[0] == pytest.approx(rates[1], rel=1e-12), step
     assert len(set(rates[0])) > 1
+
+
+@distributed(world=2)
+def test_wrong_kinds_of_values_and_failed_attempts_leave_no_trace(rank, world):
+    model, _ = build(world, optimizer=False)
+    base, action = split(model)
+    routes = [dp.spec.route for dp in dmuon.get_dedicated_params(model)]
+    for keys, message in [
+        ({"adamw_betas": (0.9,)}, r"param_groups\[0\]: adamw_betas must be two numbers, got \(0.9,\)"),
+        ({"adamw_betas": 0.9}, "adamw_betas must be two numbers"),
+        ({"nesterov": "no"}, "nesterov must be True or False"),
+        ({"muon_lr": None}, "muon_lr must be a number, got None"),
+        ({"momentum": True}, "momentum must be a number"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dmuon.Muon(model, param_groups=[{"params": base, **keys}, {"params": action}])
+    with pytest.raises(ValueError, match="leave out"):
+        dmuon.Muon(model, param_groups=[{"params": base, "dmuon_route": "adamw"}])
+    assert [dp.spec.route for dp in dmuon.get_dedicated_params(model)] == routes
+
+
+@distributed(world=2)
+def test_a_stack_split_among_owners_may_be_forced_onto_adamw(rank, world):
+    """Every run of experts has AdamW state of its own."""
+    from tests.dmuon.test_meshes import ExpertModel
+
+    model, _ = build(world, ExpertModel(), lambda n, p: "experts" in n, optimizer=False)
+    params = list(model.parameters())
+    hyper = {"adamw_lr": 0.01, "adamw_weight_decay": 0.1}
+    optimizer = dmuon.Muon(model, param_groups=[{"params": params, "dmuon_route": "adamw", **hyper}])
+    train(model, optimizer, 3, rank)
+    oracle = ExpertModel()
+    adamw = torch.optim.AdamW(oracle.parameters(), lr=0.01, weight_decay=0.1)
+    adamw.zero_grad()
+    train_one_process(oracle, Stepper(oracle, adamw), 3, world)
+    assert_same(full_weights(model), weights_of(oracle), atol=5e-5)
+    shapes = {name: p.shape for name, p in oracle.named_parameters()}
+    for fqn, values in optimizer.state_dict()["state"].items():
+        assert values["exp_avg"].size() == shapes[fqn]
+
+
+class Stepper:
+    def __init__(self, model, inner):
+        self.model, self.inner = model, inner
+
+    def step(self):
+        self.inner.step()
+        self.model.zero_grad()
+
+
+@distributed(world=2)
+def test_what_only_the_owner_would_notice_is_refused_on_every_rank(rank, world):
+    """A state dtype that AdamW cannot take, and a parameter frozen since: elsewhere they would hang the other ranks."""
+    everything = {"predicate": lambda n, p: True, "shard": False}
+    with pytest.raises(ValueError, match=r"on route 'adamw' optim_dtype \(torch.bfloat16\) must be master_dtype"):
+        build(
+            world,
+            optimizer=False,
+            param_policy={
+                "defaults": {"route": "adamw"},
+                "overrides": [{"name": "layers.1.norm.bias", "set": {"optim_dtype": torch.bfloat16}}],
+            },
+            **everything,
+        )
+    model, _ = build(world, optimizer=False)
+    dict(model.named_parameters())["layers.0.q_proj.weight"].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.q_proj\.weight: requires_grad is False and was True when"):
+        dmuon.Muon(model)

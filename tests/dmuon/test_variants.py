@@ -186,6 +186,13 @@ def test_what_qk_clip_refuses(rank, world):
         QKClip(clip_layers([torch.zeros(4)] * 3), threshold=0)
     with pytest.raises(ValueError, match="no layer"):
         QKClip([])
+    with pytest.raises(ValueError, match="a layer without weights scales nothing"):
+        dmuon.Muon(model, qk_clip=QKClip([QKClipLayer(torch.zeros(4), ())]))
+    frozen = ToyModel()
+    frozen.layers[0].q_proj.weight.requires_grad_(False)
+    frozen, _ = build(world, frozen, optimizer=False)
+    with pytest.raises(ValueError, match=r"layers\.0\.q_proj\.weight is frozen; leave its layer out"):
+        dmuon.Muon(frozen, qk_clip=QKClip(clip_layers([torch.zeros(4)] * 3)))
 
 
 def test_which_weights_heads_have():

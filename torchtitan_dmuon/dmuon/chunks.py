@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -69,10 +71,32 @@ class Chunks(torch.Tensor):
         chunks._whole, chunks._parts = tuple(whole), []
         return chunks
 
-    def __deepcopy__(self, memo: dict) -> Chunks:
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Chunks:
         if not self._parts:
             return Chunks.absent(self._whole, self.dtype)
-        return Chunks.of(self._whole, [(part.detach().clone(), offset) for part, offset in self._parts])
+        return Chunks.of(self._whole, [(change(part), offset) for part, offset in self._parts])
+
+    def __deepcopy__(self, memo: dict) -> Chunks:
+        return self._map(lambda part: part.detach().clone())
+
+    def clone(self, *args: Any, **kwargs: Any) -> Chunks:
+        return self._map(lambda part: part.clone(*args, **kwargs))
+
+    def detach(self) -> Chunks:
+        return self._map(torch.Tensor.detach)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Chunks:
+        return self._map(lambda part: part.cpu(*args, **kwargs))
+
+    def to(self, *args: Any, **kwargs: Any) -> Chunks:
+        return self._map(lambda part: part.to(*args, **kwargs))
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _rebuild, (self._whole, self._parts, self.dtype)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{list(part.shape)} at {list(offset)}" for part, offset in self._parts)
+        return f"Chunks(of {list(self._whole)}: {parts or 'no part on this rank'})"
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return torch.Size(self._whole) if dim is None else self._whole[dim]
@@ -96,6 +120,10 @@ class Chunks(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return next(part for part, offset in self._parts if torch.Size(offset) == index.offset)
+
+
+def _rebuild(whole: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]], dtype: torch.dtype) -> Chunks:
+    return Chunks.of(whole, parts) if parts else Chunks.absent(whole, dtype)
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]:

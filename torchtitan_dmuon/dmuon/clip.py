@@ -255,7 +255,10 @@ def clip_grad_norm_buckets_(
     held = {name: [grad for grad in gradients if grad is not None] for name, gradients in buckets.items()}
     if not held:
         return {}
-    device = next((grad.device for gradients in held.values() for grad in gradients), torch.device("cpu"))
+    device = torch.device("cpu")
+    if dist.is_initialized() and dist.get_backend() == "nccl":  # a rank without gradients takes part all the same
+        device = torch.device("cuda", torch.cuda.current_device())
+    device = next((grad.device for gradients in held.values() for grad in gradients), device)
     if lanes is None:
         lanes = [Lane("clip", dist.group.WORLD, device)] if dist.is_initialized() else []
     ranks = math.prod(lane.size for lane in lanes)

@@ -50,7 +50,8 @@ class Muon(torch.optim.Optimizer):
         adamw_implementation: ``fused``, ``foreach`` or ``for-loop``.
 
     Raises:
-        ValueError: a value out of range. RuntimeError: not dedicated, or still on meta.
+        ValueError: a value out of range.
+        RuntimeError: not dedicated, still on meta, or frozen or unfrozen since it was dedicated.
     """
 
     def __init__(
@@ -87,6 +88,12 @@ class Muon(torch.optim.Optimizer):
             if piece.master is None:
                 raise RuntimeError(
                     f"{piece.fqn} has no weight yet: call dmuon.materialize before building the optimizer"
+                )
+        for dp in self.runtime.params:
+            if dp.spec.trainable != dp.param.requires_grad:
+                raise RuntimeError(
+                    f"{dp.fqn}: requires_grad is {dp.param.requires_grad} and was {dp.spec.trainable} when it was "
+                    "dedicated, for which everything is built; set it before dedicate_params"
                 )
         if not isinstance(ns_backend, NewtonSchulz):
             ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
@@ -160,7 +167,7 @@ class Muon(torch.optim.Optimizer):
                         by_shape[(view.shape, piece.spec.transposed, piece.spec.optim_dtype)].append(view)
                 else:
                     state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
-                    self.state[piece.param].update(state)
+                    self.state[piece.param].update({state_key(piece, name): value for name, value in state.items()})
                     adamw_pieces.append((group, piece))
             stacks += [(group, MatrixStack(views)) for views in by_shape.values()]
         return stacks, adamw_pieces
@@ -248,7 +255,7 @@ class Muon(torch.optim.Optimizer):
             for group, stack in self._stacks:
                 stack.update(group, self.rule, self.newton_schulz, found_inf)
             for group, piece in self._adamw_pieces:
-                adamw.update(piece, self.state[piece.param], group, found_inf)
+                adamw.update(piece, self.state_of(piece), group, found_inf)
             if self.qk_clip is not None:
                 self.qk_clip.apply(runtime, found_inf)
             runtime.publish()

@@ -16,6 +16,7 @@ import torch
 
 from .adamw import new_state
 from .chunks import Chunks, logical_tensors, parts_of
+from .param_groups import check_half
 from .storage import Piece
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def _live_state(optimizer: Muon) -> dict[str, dict[str, torch.Tensor]]:
 @torch.no_grad()
 def load_optimizer_state_dict(optimizer: Muon, saved: Mapping[str, Any]) -> None:
     """As :meth:`Muon.load_state_dict`. Everything is checked before anything changes. Not collective."""
+    if "state" not in saved:
+        raise ValueError(f"this is no state dict of Muon: it has no 'state', only {sorted(saved)}")
     check_muon_recipe(saved.get("muon", {}), optimizer)
     updates = _group_updates(optimizer, saved["param_groups"]) if "param_groups" in saved else []
     copies = []
@@ -120,7 +123,12 @@ def _group_updates(optimizer: Muon, saved: Sequence[Mapping[str, Any]]) -> list[
         here, there = {optimizer.names[p] for p in group["params"]}, set(by_name[name]["params"])
         if here != there:
             raise ValueError(f"group {name!r} has other parameters in the state dict: {min(here ^ there)} differs")
-        updates.append((group, {key: value for key, value in by_name[name].items() if key != "params"}))
+        values = {key: value for key, value in by_name[name].items() if key != "params"}
+        missing = sorted(group.keys() - values.keys() - {"params", "initial_lr"})
+        if missing:
+            raise ValueError(f"group {name!r} of the state dict has no {missing[0]}")
+        check_half(f"group {name!r} of the state dict: ", values)
+        updates.append((group, values))
     return updates
 
 
@@ -131,7 +139,9 @@ def _matching(name: str, live: torch.Tensor, saved: torch.Tensor) -> list[torch.
         ValueError: another shape, or a rank's part that is not the one held here.
     """
     whole, parts = parts_of(live)
-    if isinstance(saved, torch.Tensor) and type(saved) in (torch.Tensor, torch.nn.Parameter):
+    if not isinstance(saved, torch.Tensor):
+        raise ValueError(f"{name} is a {type(saved).__name__} in the state dict, expected a tensor")
+    if type(saved) in (torch.Tensor, torch.nn.Parameter):
         if tuple(saved.shape) != tuple(whole):
             raise ValueError(f"{name} has shape {list(saved.shape)} in the state dict, here {list(whole)}")
         return [saved[tuple(slice(o, o + n) for o, n in zip(at, part.shape, strict=True))] for part, at in parts]

@@ -10,6 +10,7 @@ optional but ``params``: ``group_name``; ``lr``, ``weight_decay`` for both halve
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .policy import ROUTES, nearest
+from .policy import ROUTES, ParamSpec, check_state_dtype, nearest
 from .storage import DedicatedParam
 
 _ROUTE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
@@ -53,7 +54,8 @@ def lower_param_groups(
         return _halves("", [*trainable.values(), *frozen], by_param, _checked("", dict(defaults)))
     names = {param: name for name, param in trainable.items()}
     placed: dict[nn.Parameter, str] = {}
-    lowered = []
+    forced: dict[nn.Parameter, ParamSpec] = {}
+    checked = []
     for position, group in enumerate(groups):
         where = f"param_groups[{position}]"
         for key in group:
@@ -67,15 +69,17 @@ def lower_param_groups(
         if name in placed.values():
             raise ValueError(f"{where}: group_name {name!r} is given twice")
         params = _placed(params, name, where, names, placed)
-        _force_route(group, params, by_param, where)
-        lowered += _halves(f"{name}/", params, by_param, _hyperparameters(group, defaults, where))
+        forced |= _forced_route(group, params, by_param, where)
+        checked.append((f"{name}/", params, _hyperparameters(group, defaults, where)))
     missing = [name for name, param in trainable.items() if param not in placed]
     if missing:
         raise ValueError(
             f"param_groups leave out {len(missing)} trainable parameters, {missing[0]} among them; every trainable "
             "parameter needs a group"
         )
-    return lowered
+    for param, spec in forced.items():  # only now that nothing can go wrong any more
+        by_param[param].spec = spec
+    return [half for prefix, params, values in checked for half in _halves(prefix, params, by_param, values)]
 
 
 def _placed(
@@ -102,12 +106,14 @@ def _placed(
     return kept
 
 
-def _force_route(
+def _forced_route(
     group: Mapping[str, Any], params: list[nn.Parameter], by_param: Mapping[nn.Parameter, DedicatedParam], where: str
-) -> None:
+) -> dict[nn.Parameter, ParamSpec]:
+    """The specs of the group's dedicated parameters on the route it forces."""
     routes = {group[key] for key in _ROUTE_KEYS if group.get(key) is not None}
     if not routes:
-        return
+        return {}
+    forced = {}
     if len(routes) > 1:
         raise ValueError(f"{where}: {' and '.join(_ROUTE_KEYS)} say different things: {sorted(routes)}")
     (route,) = routes
@@ -121,7 +127,9 @@ def _force_route(
             )
         if route == "muon" and len(dp.shape) not in (2, 3):
             raise ValueError(f"{where}: {dp.fqn} has shape {list(dp.shape)}; the muon route needs matrices")
-        dp.spec = replace(dp.spec, route=route)
+        forced[dp.param] = replace(dp.spec, route=route)
+        check_state_dtype(forced[dp.param])
+    return forced
 
 
 def _hyperparameters(group: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -134,14 +142,31 @@ def _hyperparameters(group: Mapping[str, Any], defaults: Mapping[str, Any], wher
 
 
 def _checked(where: str, values: dict[str, Any]) -> dict[str, Any]:
-    values["adamw_betas"] = tuple(values["adamw_betas"])
+    """The values with betas as a tuple. Raises ValueError for a wrong type, length or range."""
+    betas = values["adamw_betas"]
+    if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"{where}adamw_betas must be two numbers, got {betas!r}")
+    values["adamw_betas"] = tuple(betas)
+    if not isinstance(values["nesterov"], bool):
+        raise ValueError(f"{where}nesterov must be True or False, got {values['nesterov']!r}")
     ranges = {key: values[key] for key in values if key not in ("nesterov", "adamw_betas")}
     ranges |= {f"adamw_betas[{index}]": beta for index, beta in enumerate(values["adamw_betas"])}
     for key, value in ranges.items():
+        # A learning rate may be a tensor, as in PyTorch.
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+            raise ValueError(f"{where}{key} must be a number, got {value!r}")
         below_one = key == "momentum" or key.startswith("adamw_betas")
         if not 0.0 <= value < (1.0 if below_one else math.inf):
             raise ValueError(f"{where}{key} is out of range: {value}")
     return values
+
+
+def check_half(where: str, half: Mapping[str, Any]) -> None:
+    """Raises ValueError for hyperparameters of a lowered group (``lr``, ``betas``, ...) that no group could have."""
+    neutral = {"adamw_betas": (0.0, 0.0), "nesterov": True}
+    names = {"betas": "adamw_betas", "eps": "adamw_eps", "nesterov": "nesterov"}
+    known = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov")
+    _checked(where, neutral | {names.get(key, key): half[key] for key in known if key in half})
 
 
 def _halves(

@@ -210,10 +210,20 @@ def _validate(spec: ParamSpec) -> None:
         )
     if spec.route == "sharded_adamw" and not spec.shape:
         raise ValueError(f"{spec.fqn}: the sharded_adamw route needs rows to share, this parameter is a scalar")
+    check_state_dtype(spec)
     if spec.grad_dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(
             f"{spec.fqn}: grad_dtype {spec.grad_dtype} overflows in a sum over ranks; use torch.float32 or "
             "torch.bfloat16"
+        )
+
+
+def check_state_dtype(spec: ParamSpec) -> None:
+    """Raises ValueError for an AdamW state in another dtype than the weight, which no fused AdamW takes."""
+    if spec.route != "muon" and spec.trainable and spec.optim_dtype != spec.master_dtype:
+        raise ValueError(
+            f"{spec.fqn}: on route {spec.route!r} optim_dtype ({spec.optim_dtype}) must be master_dtype "
+            f"({spec.master_dtype})"
         )
 
 

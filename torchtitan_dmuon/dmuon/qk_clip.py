@@ -98,6 +98,8 @@ class QKClip:
         """Raises ValueError for a weight without an owner, or heads that do not fit it."""
         known = {dp.fqn: dp for dp in runtime.params}
         for layer in self.layers:
+            if not layer.weights:
+                raise ValueError("QK-clip: a layer without weights scales nothing")
             for weights in layer.weights:
                 if weights.fqn not in known:
                     raise ValueError(
@@ -107,6 +109,8 @@ class QKClip:
                 dp = known[weights.fqn]
                 if len(dp.pieces) != 1 or dp.spec.route == "sharded_adamw" or len(dp.shape) != 2:
                     raise ValueError(f"QK-clip: {weights.fqn} must be one matrix with one owner, it is {dp}")
+                if not dp.spec.trainable:
+                    raise ValueError(f"QK-clip: {weights.fqn} is frozen; leave its layer out")
                 neurons = dp.shape[neuron_dim(dp.pieces[0])]
                 if max(weights.heads.indices()) >= neurons:
                     raise ValueError(
