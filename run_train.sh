@@ -8,8 +8,10 @@
 #   PYTHON       interpreter to start from (default python3; see scripts/setup.sh)
 #
 # SIGTERM and SIGINT save and end the run with exit code 0, SIGUSR1 saves. Under Slurm: `#SBATCH --signal=TERM@180` and
-# `srun ./run_train.sh` (one task a node); checkpoint.grace_seconds should be less than the 180.
+# `srun ./run_train.sh` (one task a node); checkpoint.grace_seconds should be less than the 180. Slurm signals every
+# process, and the end of a data loader's worker ends the run: leave training.dataloader.num_workers at 0 there.
 set -euo pipefail
+trap '' USR1  # ignored, here and in what starts below, until the training takes it
 
 CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_model.toml}
 if [[ -f $CONFIG_FILE ]]; then  # a path as the caller sees it, else one in the repository

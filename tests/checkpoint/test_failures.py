@@ -223,3 +223,36 @@ def test_a_checkpoint_of_another_model(rank, world, tmp_path):
     with pytest.raises(CheckpointError, match="was written by toy, this run is llama3 8B"):
         checkpointer(tmp_path, *build_toy(world), name="llama3 8B").load()
     assert_loads(tmp_path, world, held)
+
+
+@distributed(world=2)
+def test_a_flipped_byte_where_it_would_mislead(rank, world, tmp_path):
+    """`contents` decides whether a checkpoint is offered at all; an old unreadable one must not stop the next save."""
+    model, optimizer, _ = trained(rank, world)
+    saver = checkpointer(tmp_path, model, optimizer, keep_latest_k=2)
+    saver.save(state_at(1))
+    saver.save(state_at(2))
+    dist.barrier()
+    state = tmp_path / "step-2" / "trainer.json"
+    if rank == 0:
+        state.write_text(state.read_text().replace('"full"', '"fulm"'))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"step-2: rank \d: trainer.json is corrupted"):
+        checkpointer(tmp_path, model, optimizer).load()
+    if rank == 0:
+        state.write_text("{" + state.read_text())
+    dist.barrier()
+    saver.save(state_at(3))
+    dist.barrier()
+    assert (tmp_path / "step-3").is_dir() and (tmp_path / "step-2").is_dir()
+    if rank == 0:  # kept elsewhere, under a name that is no step's
+        shutil.rmtree(tmp_path / "step-2")
+        (tmp_path / "step-1").rename(tmp_path / "elsewhere")
+        (tmp_path / "step-1").symlink_to(tmp_path / "elsewhere")
+        shutil.copytree(tmp_path / "step-3", tmp_path / "step-0009")
+    dist.barrier()
+    assert checkpointer(tmp_path, model, optimizer).load().step == 3
+    few = checkpointer(tmp_path, model, optimizer, keep_latest_k=1)
+    few.save(state_at(4))
+    dist.barrier()
+    assert not os.path.lexists(tmp_path / "step-1") and (tmp_path / "elsewhere" / "trainer.json").is_file()

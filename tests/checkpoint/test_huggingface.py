@@ -188,3 +188,20 @@ def test_converting_refuses_in_one_line(run, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
     assert convert(["from-hf", str(tmp_path), str(tmp_path / "new"), "--model", "llama3"]) == 1
     assert "has no *.safetensors files" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_files_cut_off_and_other_architectures_are_one_line(run, tmp_path, capsys):
+    assert convert(["to-hf", str(run / "out/checkpoint/step-2"), str(tmp_path / "hf")]) == 0
+    options = {"checkpoint__initial_load_path": tmp_path / "hf", "checkpoint__initial_load_in_hf": True}
+    options |= {"job__dump_folder": tmp_path / "out"}
+    config_file = tmp_path / "hf" / "config.json"
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "rope_theta": 123.0}))
+    other = train(2, *tiny(run, **options))
+    assert_refused(other, "its config.json has rope_theta 123.0, llama3 debugmodel has 500000.0")
+    config_file.write_text(json.dumps(config))
+    weights = tmp_path / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert_refused(train(2, *tiny(run, **options)), "cannot load HuggingFace weights from")
+    assert convert(["from-hf", str(tmp_path / "hf"), str(tmp_path / "new"), "--model", "llama3"]) == 1
+    assert "model.safetensors is cut off or no safetensors file" in capsys.readouterr().err

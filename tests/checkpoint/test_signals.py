@@ -110,3 +110,20 @@ def test_a_process_that_does_not_finish_in_time_is_ended():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and time.monotonic() - begin < 25
     assert "not finished 0.5 s after the signal (checkpoint.grace_seconds)" in done.stderr
+
+
+def test_a_scheduler_signals_every_process(folder):
+    """Slurm's --signal reaches all processes of a step."""
+    run = Process(2, *tiny(folder, **ENDLESS))
+    run.wait_for("step:    5 ")
+    tree, found = [], [run.process.pid]
+    while found:
+        tree += found
+        listed = [subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout for pid in found]
+        found = [int(pid) for text in listed for pid in text.split()]
+    assert len(tree) >= 3, "the launcher and two ranks"
+    for pid in reversed(tree):
+        os.kill(pid, signal.SIGTERM)
+    code, _ = run.end()
+    assert code == 0, run.output
+    assert len(steps_in(folder)) == 1 and "Stopped by a signal" in run.output

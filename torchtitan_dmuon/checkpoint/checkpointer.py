@@ -10,9 +10,12 @@ import torch.distributed as dist
 
 from torchtitan_dmuon.checkpoint import huggingface
 from torchtitan_dmuon.checkpoint.directory import (
+    STATE_FILE,
     CheckpointError,
     complete_steps,
+    corrupted_because,
     incomplete_because,
+    read_checksums,
     recover,
     remove,
     step_folder,
@@ -117,11 +120,13 @@ class Checkpointer:
         those without optimizer state are results: both stay."""
         if self.config.keep_latest_k == 0:
             return
-        older = [
-            found
-            for found in complete_steps(self.folder)
-            if found <= step and TrainState.read(step_folder(self.folder, found)).contents == FULL
-        ]
+        older = []
+        for found in complete_steps(self.folder):
+            try:
+                if found <= step and TrainState.read(step_folder(self.folder, found)).contents == FULL:
+                    older.append(found)
+            except CheckpointError as error:
+                logger.warning("Keeping a checkpoint that cannot be read: %s", error)
         for found in older[: -self.config.keep_latest_k]:
             try:
                 remove(step_folder(self.folder, found))
@@ -164,7 +169,9 @@ class Checkpointer:
         config = self.config
         if not config.enable:
             return None
-        steps = agree(self._resumable_steps() if dist.get_rank() == 0 else None, group=self._group)
+        steps, problem = agree(self._listed_steps() if dist.get_rank() == 0 else None, group=self._group)
+        if problem:
+            raise CheckpointError(f"cannot list the checkpoints in {self.folder}: {problem}")
         if config.load_step != -1 and config.load_step not in steps:
             raise CheckpointError(
                 f"checkpoint.load_step: {self.folder} has no complete step {config.load_step}, only {steps}"
@@ -217,6 +224,12 @@ class Checkpointer:
                 "job.dump_folder or checkpoint.folder"
             )
         excluded = set(self.config.exclude_from_loading)
+        if "train_state" in excluded and path.parent == self.folder:
+            logger.warning(
+                "Training begins at step 1 beside the checkpoints of %s, the latest of which the next run takes up "
+                "again: name it in checkpoint.initial_load_path and choose another folder to keep both",
+                self.folder,
+            )
         load_checkpoint(path, self._contents, saved, _TENSORS - excluded, self._group)
         logger.info("%s %s%s", what, path, f", without {', '.join(sorted(excluded))}" if excluded else "")
         return dataclasses.replace(
@@ -226,6 +239,13 @@ class Checkpointer:
             lr_scheduler={} if "lr_scheduler" in excluded else saved.lr_scheduler,
         )
 
+    def _listed_steps(self) -> tuple[list[int], str | None]:
+        """On rank 0. What :meth:`_resumable_steps` gives, or why it could not."""
+        try:
+            return self._resumable_steps(), None
+        except OSError as error:
+            return [], str(error)
+
     def _resumable_steps(self) -> list[int]:
         """On rank 0. Steps of the complete checkpoints a run can go on from; others are named in the log."""
         if self.can_save:
@@ -234,8 +254,9 @@ class Checkpointer:
         for step in complete_steps(self.folder, warn=True):
             path = step_folder(self.folder, step)
             try:
-                contents = TrainState.read(path).contents
-            except CheckpointError:
+                corrupted = corrupted_because(path, [STATE_FILE], read_checksums(path))
+                contents = FULL if corrupted else TrainState.read(path).contents
+            except (CheckpointError, KeyError):
                 contents = FULL  # complete but corrupted: loading it says so
             if contents == FULL or step == self.config.load_step:
                 steps.append(step)

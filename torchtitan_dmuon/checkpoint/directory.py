@@ -20,7 +20,7 @@ CHECKSUMS_FILE = "checksums.json"
 METADATA_FILE = ".metadata"
 STATE_FILE = "trainer.json"
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(0|[1-9]\d*)")
 _INCOMPLETE = ".incomplete"
 _REPLACED = ".replaced"
 _BLOCK = 1 << 22
@@ -77,7 +77,7 @@ def publish(temporary: Path, final: Path, checksums: Checksums) -> None:
         final.rename(replaced)
     temporary.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_tree(replaced)
 
 
 def recover(folder: Path) -> None:
@@ -86,23 +86,31 @@ def recover(folder: Path) -> None:
     for path in folder.glob(f"step-*{_REPLACED}"):
         original = path.with_name(path.name.removesuffix(_REPLACED))
         if incomplete_because(original) is None:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         else:
-            shutil.rmtree(original, ignore_errors=True)
+            remove_tree(original)
             path.rename(original)
+
+
+def remove_tree(path: Path, strict: bool = False) -> None:
+    """Remove a folder if it is there; of a symbolic link, the link. Raises OSError, if ``strict``."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=not strict)
 
 
 def clean(folder: Path) -> None:
     """Remove what killed runs have left. One process does this, before it writes."""
     for path in folder.glob(f"step-*{_INCOMPLETE}"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint so that it is complete or not there at every moment. Raises OSError."""
     doomed = temporary_folder(path)
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    remove_tree(doomed, strict=True)
 
 
 def complete_steps(folder: Path, warn: bool = False) -> list[int]:

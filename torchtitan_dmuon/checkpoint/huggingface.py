@@ -43,6 +43,7 @@ def write_huggingface(
         ImportError: the package safetensors is missing. ValueError: a tensor without a HuggingFace name. OSError.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise ImportError("writing HuggingFace files needs the package safetensors: pip install safetensors") from None
@@ -72,7 +73,10 @@ def write_huggingface(
             names.to_hf(name.removeprefix("model.")): tensor if dtype is None else tensor.to(dtype)
             for name, tensor in tensors.items()
         }
-        save_file(named, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(named, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / file}: {error}") from None
         with (folder / file).open("rb") as written:
             os.fsync(written.fileno())
         index |= dict.fromkeys(named, file)
@@ -95,7 +99,7 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
         name for. OSError.
     """
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError("reading HuggingFace files needs the package safetensors: pip install safetensors") from None
     files = sorted(folder.glob("*.safetensors"))
@@ -105,6 +109,10 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
     state: dict[str, torch.Tensor] = {}
     tied = _is_tied(folder)
     for file in files:
+        try:
+            safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is cut off or no safetensors file ({error})") from None
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (no mapping)
                 fqn = names.from_hf(name)

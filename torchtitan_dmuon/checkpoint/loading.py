@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,9 +118,10 @@ def load_huggingface(path: Path, contents: Contents, group: dist.ProcessGroup) -
             problem = "there are no *.safetensors files"
         else:
             names = _hf_names(reader.read_metadata(), contents)
+            _check_hf_config(path, contents)
     except ImportError:
         problem = "reading it needs the package safetensors: pip install safetensors"
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # safetensors raises errors of its own for files that are cut off
         problem = str(error)
     if problem := first_problem(problem, group):
         raise CheckpointError(f"cannot load HuggingFace weights from {path}: {problem}")
@@ -126,6 +129,27 @@ def load_huggingface(path: Path, contents: Contents, group: dist.ProcessGroup) -
     tensors = {hf: live[fqn] for fqn, hf in names.items() if fqn in live}
     _read(path, tensors, group, reader)
     contents.loaded()
+
+
+# What weights of equal shapes can still mean different things by.
+_HF_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_factor")
+
+
+def _check_hf_config(path: Path, contents: Contents) -> None:
+    """Raises ValueError when a ``config.json`` is there and says that the weights are of another model."""
+    file = path / "config.json"
+    if not file.is_file():
+        return
+    there, here = (_flat_rope(config) for config in (json.loads(file.read_text()), contents.hf_config))
+    for key in _HF_KEYS:
+        if there.get(key) is not None and here.get(key) is not None and there[key] != here[key]:
+            raise ValueError(f"its config.json has {key} {there[key]}, {contents.model_name} has {here[key]}")
+
+
+def _flat_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """With ``rope_theta`` and ``rope_factor`` (1 without scaling) at the top, wherever transformers 4 or 5 has them."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_theta": rope.get("rope_theta"), **config, "rope_factor": float(rope.get("factor", 1.0))}
 
 
 def _hf_names(metadata: Metadata, contents: Contents) -> dict[str, str]:

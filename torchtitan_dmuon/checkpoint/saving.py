@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from torchtitan_dmuon.checkpoint.directory import (
     checksum,
     clean,
     publish,
+    remove_tree,
     temporary_folder,
     write_durably,
 )
@@ -215,7 +215,7 @@ class Saver:
                 if not self._is_clean:
                     clean(self.folder)
                     self._is_clean = True
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove_tree(temporary)
                 temporary.mkdir()
                 write_durably(temporary / STATE_FILE, state.to_json())
                 write_durably(temporary / "config.toml", config_toml)
@@ -233,7 +233,7 @@ class Saver:
             rank, (exception, _) = sorted(error.failures.items())[0]
             others = f" (and {len(error.failures) - 1} other ranks)" if len(error.failures) > 1 else ""
             if dist.get_rank() == 0:  # what was written takes up space that the next try needs
-                shutil.rmtree(temporary_folder(final), ignore_errors=True)
+                remove_tree(temporary_folder(final))
             raise CheckpointError(_message(final, f"rank {rank}{others}: {_reason(exception)}")) from error
         except (RuntimeError, OSError) as error:
             problem = f"this rank lost the others in the middle of it, one of them may have died ({_reason(error)})"
@@ -249,7 +249,7 @@ class Saver:
             if convert is not None and rank == 0:
                 convert(temporary)
             checksums = _own_checksums(temporary, rank, everything=convert is not None)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the other ranks wait for a word of this one
             problem = f"rank {rank}: {_reason(error)}"
         everyone: list[tuple[str | None, Checksums]] = [(None, {})] * dist.get_world_size()
         dist.all_gather_object(everyone, (problem, checksums), group=self._group)
@@ -261,7 +261,7 @@ class Saver:
                     publish(temporary, final, dict(sorted(files.items())))
                     done()
                 else:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                    remove_tree(temporary)
             except OSError as error:
                 problem = _reason(error)
         problem = agree(problem, group=self._group)

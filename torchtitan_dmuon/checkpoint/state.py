@@ -52,7 +52,10 @@ class TrainState:
     def read(cls, path: Path) -> TrainState:
         """Of the checkpoint ``path``. Raises CheckpointError."""
         try:
-            return cls(**json.loads((path / STATE_FILE).read_text()))
+            state = cls(**json.loads((path / STATE_FILE).read_text()))
+            if state.contents not in (FULL, MODEL_ONLY, HUGGINGFACE):
+                raise ValueError(f"contents is {state.contents!r}")
+            return state
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path}: {STATE_FILE} cannot be read ({error})") from None
 

@@ -141,7 +141,7 @@ class NewtonSchulz:
                 raise ValueError(f"coefficients must be a sequence of (a, b, c), got {coefficients!r}")
         steps = len(chosen.steps) if steps is None else steps
         if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"ns_steps must be at least 1, an integer, got {steps}")
+            raise ValueError(f"ns_steps must be an integer of at least 1, got {steps}")
         if steps > len(chosen.steps) and not chosen.repeats:
             raise ValueError(f"ns_steps={steps}, but the coefficient set {name!r} has {len(chosen.steps)} steps")
         triples = chosen.steps + chosen.steps[-1:] * (steps - len(chosen.steps))
