@@ -60,6 +60,20 @@ DEVICE = os.environ.get("DMUON_TEST_DEVICE", "cpu")
 _CUDA_TOLERANCE = 2e-3
 
 
+# Arguments of ``build``: everything dedicated, on the three routes.
+EVERY_ROUTE = {
+    "predicate": lambda n, p: p.requires_grad,
+    "param_policy": {
+        "defaults": {"route": "adamw"},
+        "overrides": [
+            {"name": "proj.weight", "set": {"route": "muon"}},
+            {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+        ],
+    },
+    "shard": False,
+}
+
+
 class CountingNewtonSchulz(dmuon.NewtonSchulz):
     """Notes how many matrices went through it, one number a stack."""
 

@@ -9,22 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, data_rank, full_gradients, full_tensor, unique_names
+from tests.dmuon.harness import EVERY_ROUTE, assert_same, build, data_rank, full_gradients, full_tensor, unique_names
 from tests.oracle import ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
-ROUTES = {
-    "predicate": lambda n, p: p.requires_grad,
-    "param_policy": {
-        "defaults": {"route": "adamw"},
-        "overrides": [
-            {"name": "proj.weight", "set": {"route": "muon"}},
-            {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
-        ],
-    },
-    "shard": False,
-}
 
 
 def gradients(generator, *shapes):
@@ -85,7 +74,7 @@ def test_over_meshes_with_one_collective(rank, world):
 @distributed(world=4)
 def test_the_optimizers_three_buckets(rank, world, mesh, dedicated):
     """Segments keep their own norms: Muon's, AdamW's (dedicated ones among them) and the rest."""
-    model, optimizer = build(world, mesh=mesh, **(ROUTES if dedicated else {}))
+    model, optimizer = build(world, mesh=mesh, **(EVERY_ROUTE if dedicated else {}))
     tokens, labels = batch(0, data_rank(rank, mesh))
     loss_of(model(tokens), labels).backward()
     columns = mesh[2] if mesh else 1

@@ -10,23 +10,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
+from tests.dmuon.harness import EVERY_ROUTE, assert_same, build, full_weights, train, weights_of
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.chunks import parts_of
 
 MESHES = {"4": None, "2x2": (2, 2, 1), "1x2x2": (1, 2, 2)}
-ROUTES = {
-    "predicate": lambda n, p: p.requires_grad,
-    "param_policy": {
-        "defaults": {"route": "adamw"},
-        "overrides": [
-            {"name": "proj.weight", "set": {"route": "muon"}},
-            {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
-        ],
-    },
-    "shard": False,
-}
 
 
 def shared_folder():
@@ -40,7 +29,7 @@ def shared_folder():
 @pytest.mark.parametrize("mesh", MESHES)
 @distributed(world=4)
 def test_a_round_trip_through_dcp_is_bitwise(rank, world, mesh, routes, normuon):
-    options = {"mesh": MESHES[mesh], "muon": {"normuon": normuon}, **(ROUTES if routes == "dedicated" else {})}
+    options = {"mesh": MESHES[mesh], "muon": {"normuon": normuon}, **(EVERY_ROUTE if routes == "dedicated" else {})}
     data = rank // (2 if mesh == "1x2x2" else 1)
     model, optimizer = build(world, **options)
     train(model, optimizer, 2, data)

@@ -110,10 +110,10 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
     tied = _is_tied(folder)
     for file in files:
         try:
-            safe_open(file, framework="pt")
+            opening = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is cut off or no safetensors file ({error})") from None
-        with safe_open(file, framework="pt") as opened:
+        with opening as opened:
             for name in opened.keys():  # noqa: SIM118  (no mapping)
                 fqn = names.from_hf(name)
                 if fqn is None or (tied and name == "lm_head.weight"):

@@ -58,10 +58,6 @@ class BlockSplit:
         return f"{'x'.join(str(len(block)) for block in self.blocks)} {'columns' if self.dim else 'rows'}"
 
 
-# What a rule may give: a split, or a function of the parameter's global shape; None is one matrix.
-BlockRule = BlockSplit | Callable[[tuple[int, ...]], BlockSplit] | None
-
-
 def split_sizes(sizes: Sequence[int], dim: int = ROWS) -> BlockSplit:
     """Consecutive blocks of these sizes: ``[query | key | value]``."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -104,15 +100,16 @@ def take(matrices: torch.Tensor, block: Block, dim: int) -> torch.Tensor:
     """The block of each of ``matrices`` [B, m, n]: a view where it is one run, a copy elsewhere."""
     if block.groups == 1:
         return matrices.narrow(1 + dim, block.start, block.size)
-    return matrices.index_select(1 + dim, _index(matrices, block))
+    return matrices.index_select(1 + dim, index_of(block, matrices.device))
 
 
 def put(matrices: torch.Tensor, block: Block, dim: int, values: torch.Tensor) -> None:
     """Write back what :func:`take` gave; nothing to do where that was a view."""
     if block.groups > 1:
-        matrices.index_copy_(1 + dim, _index(matrices, block), values)
+        matrices.index_copy_(1 + dim, index_of(block, matrices.device), values)
 
 
-def _index(matrices: torch.Tensor, block: Block) -> torch.Tensor:
-    runs = torch.arange(block.groups, device=matrices.device) * block.period + block.start
-    return (runs[:, None] + torch.arange(block.size, device=matrices.device)).flatten()
+def index_of(block: Block, device: torch.device) -> torch.Tensor:
+    """:meth:`Block.indices` as int64 on ``device``, made there: the host does not wait for a copy."""
+    runs = torch.arange(block.groups, device=device) * block.period + block.start
+    return (runs[:, None] + torch.arange(block.size, device=device)).flatten()

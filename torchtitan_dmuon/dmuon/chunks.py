@@ -72,9 +72,7 @@ class Chunks(torch.Tensor):
         return chunks
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Chunks:
-        if not self._parts:
-            return Chunks.absent(self._whole, self.dtype)
-        return Chunks.of(self._whole, [(change(part), offset) for part, offset in self._parts])
+        return _rebuild(self._whole, [(change(part), offset) for part, offset in self._parts], self.dtype)
 
     def __deepcopy__(self, memo: dict) -> Chunks:
         return self._map(lambda part: part.detach().clone())
@@ -124,6 +122,11 @@ class Chunks(torch.Tensor):
 
 def _rebuild(whole: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]], dtype: torch.dtype) -> Chunks:
     return Chunks.of(whole, parts) if parts else Chunks.absent(whole, dtype)
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds no part of it, only its name and size."""
+    return isinstance(tensor, Chunks) and not tensor._parts
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]:

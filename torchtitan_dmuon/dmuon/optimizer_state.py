@@ -60,11 +60,13 @@ def optimizer_state_dict(optimizer: Muon) -> dict[str, Any]:
     """As :meth:`Muon.state_dict`. Not collective."""
     names = optimizer.names
     groups = [{**group, "params": [names[param] for param in group["params"]]} for group in optimizer.param_groups]
-    state = {fqn: values for fqn, values in _live_state(optimizer).items() if values}
+    state = {fqn: values for fqn, values in live_state(optimizer).items() if values}
     return {"state": state, "param_groups": groups, "muon": muon_recipe(optimizer)}
 
 
-def _live_state(optimizer: Muon) -> dict[str, dict[str, torch.Tensor]]:
+def live_state(optimizer: Muon) -> dict[str, dict[str, torch.Tensor]]:
+    """Name of the parameter -> name of the state -> the live tensor, created where no step has been taken yet; the same
+    names on every rank."""
     held: dict[str, dict[Piece, torch.Tensor]] = defaultdict(dict)
     for piece in optimizer.runtime.owned:
         if piece.spec.trainable:
@@ -78,10 +80,8 @@ def _live_state(optimizer: Muon) -> dict[str, dict[str, torch.Tensor]]:
     for param, fqn in optimizer.names.items():
         if param in dedicated:
             expected = optimizer.state_layout(dedicated[param]) if dedicated[param].spec.trainable else {}
-            state[fqn] = {
-                key: owned[key][fqn] if fqn in owned.get(key, ()) else Chunks.absent(shape, dtype)
-                for key, (shape, dtype) in expected.items()
-            }
+            absent = {key: Chunks.absent(shape, dtype) for key, (shape, dtype) in expected.items()}
+            state[fqn] = absent | {key: tensors[fqn] for key, tensors in owned.items() if fqn in tensors}
         elif id(param) in fused:
             if param not in optimizer.state:
                 optimizer.state[param] = new_state(param, param.device if fused[id(param)] else "cpu")
@@ -97,7 +97,7 @@ def load_optimizer_state_dict(optimizer: Muon, saved: Mapping[str, Any]) -> None
     check_muon_recipe(saved.get("muon", {}), optimizer)
     updates = _group_updates(optimizer, saved["param_groups"]) if "param_groups" in saved else []
     copies = []
-    for fqn, values in _live_state(optimizer).items():
+    for fqn, values in live_state(optimizer).items():
         for key, live in values.items():
             if key not in saved["state"].get(fqn, {}):
                 told = sorted(saved["state"].get(fqn, {})) or "nothing"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .blocks import Block
+from .blocks import Block, index_of
 from .matrices import neuron_dim
 from .policy import nearest
 from .runtime import Runtime
@@ -149,6 +149,5 @@ class QKClip:
 
 def _scale_heads(master: torch.Tensor, dim: int, weights: HeadWeights, factors: torch.Tensor) -> None:
     neurons = torch.ones(master.shape[dim], device=master.device)
-    index = torch.tensor(weights.heads.indices(), device=master.device)
-    neurons[index] = (factors**weights.exponent).repeat_interleave(weights.heads.size)
+    neurons[index_of(weights.heads, master.device)] = (factors**weights.exponent).repeat_interleave(weights.heads.size)
     master.mul_(neurons[:, None] if dim == -2 else neurons)

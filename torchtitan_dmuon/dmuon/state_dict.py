@@ -6,21 +6,20 @@ DTensors. Keys of tensors that live elsewhere are absent here, which is how DCP 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .adamw import new_state
-from .chunks import Chunks, logical_tensors, parts_of
+from .chunks import Chunks, is_absent, logical_tensors, parts_of
 from .classify import canonical_fqn
 from .fsdp2 import is_dedicated, sharded_parameters
 from .full_state import gather_full, scatter_full
 from .muon import Muon
+from .optimizer_state import live_state
 from .runtime import find_runtime
-from .storage import Piece
 
 
 def get_model_state_dict(
@@ -198,29 +197,16 @@ def set_optimizer_state_dict(
 
 
 def _live_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
     if isinstance(optimizer, Muon):
-        owned: dict[str, dict[Piece, torch.Tensor]] = defaultdict(dict)
-        for piece in optimizer.runtime.owned:
-            if piece.spec.trainable:
-                for key, value in optimizer.state_of(piece).items():
-                    owned[key][piece] = value
-        for key, values in owned.items():
-            state |= {f"{fqn}.{key}": tensor for fqn, tensor in logical_tensors(values).items()}
-    dedicated = {id(p) for p in model.parameters() if is_dedicated(p)}
-    step_device = {id(p): p.device if fused else "cpu" for p, fused in _plain_adamw(optimizer)}
+        held = live_state(optimizer)
+        state = {f"{fqn}.{key}": tensor for fqn, values in held.items() for key, tensor in values.items()}
+        return {name: tensor for name, tensor in state.items() if not is_absent(tensor)}
+    state = {}
+    fused = {id(param): bool(group["fused"]) for group in optimizer.param_groups for param in group["params"]}
     for name, param in sharded_parameters(model):
-        if id(param) in dedicated or id(param) not in step_device:
+        if id(param) not in fused:
             continue
         if param not in optimizer.state:
-            optimizer.state[param] = new_state(param, step_device[id(param)])
+            optimizer.state[param] = new_state(param, param.device if fused[id(param)] else "cpu")
         state |= {f"{canonical_fqn(name)}.{key}": value for key, value in optimizer.state[param].items()}
     return state
-
-
-def _plain_adamw(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The parameters PyTorch's AdamW updates, with whether it is fused."""
-    inner = [plain for _, plain in optimizer.plain_adamw] if isinstance(optimizer, Muon) else [optimizer]
-    for plain in inner:
-        for group in plain.param_groups:
-            yield from ((param, bool(group["fused"])) for param in group["params"])
