@@ -58,16 +58,17 @@ def test_gram_of_wide_and_tall(config, s, k):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("s", [16, 33, 72])
 def test_products_of_commuting_matrices(config, s):
+    scalars = {"alpha": -2.0, "beta": 1.5, "diagonal": 2.25}
     for seed, dtype in enumerate(TOLERANCE):
         r = gaussian(2, s, s, seed=seed)
         r = (r @ r.mT / s).to(dtype)
         z = (0.5 * r.double() - 0.25 * r.double() @ r.double()).to(dtype)
         out = poisoned(2, s, s, dtype=dtype)
-        expected = 1.5 * r.double() - 2 * r.double() @ z.double()
+        expected = 1.5 * r.double() - 2 * r.double() @ z.double() + 2.25 * torch.eye(s)
         # Of the upper triangle: r @ z is symmetric only up to the rounding of z.
         expected = expected.triu() + expected.triu(1).mT
-        assert_right(symmetric_product(r, z.mT, r, alpha=-2.0, beta=1.5, out=out, config=config), expected)
-        assert torch.equal(symmetric_product(r, z.mT, r, alpha=-2.0, beta=1.5, config=config), out)
+        assert_right(symmetric_product(r, z.mT, r, **scalars, out=out, config=config), expected)
+        assert torch.equal(symmetric_product(r, z.mT, r, **scalars, config=config), out)
 
 
 @interpreted
@@ -122,7 +123,7 @@ def test_empty():
     assert symmetric_product(torch.ones(0, 4, 3), torch.ones(0, 3, 4)).shape == (0, 4, 4)
     d = torch.eye(4)[None]
     assert torch.equal(symmetric_product(torch.ones(1, 4, 0), torch.ones(1, 0, 4), d, beta=3.0), 3 * d)
-    assert torch.equal(symmetric_product(torch.ones(1, 4, 0), torch.ones(1, 0, 4)), 0 * d)
+    assert torch.equal(symmetric_product(torch.ones(1, 4, 0), torch.ones(1, 0, 4), diagonal=2.0), 2 * d)
 
 
 def test_errors_name_the_shapes():

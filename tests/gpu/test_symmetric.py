@@ -56,9 +56,8 @@ def test_against_float64(config, dtype):
             out = symmetric_product(a, b, out=poison, config=config)
             assert_right(out, product)
             assert torch.equal(out, symmetric_product(a, b, config=config))
-            assert_right(
-                symmetric_product(a, b, d, alpha=0.5, beta=-2.0, config=config), 0.5 * product - 2 * d.double()
-            )
+            out = symmetric_product(a, b, d, alpha=0.5, beta=-2.0, diagonal=3.5, config=config)
+            assert_right(out, 0.5 * product - 2 * d.double() + 3.5 * torch.eye(s, device="cuda"))
 
 
 @pytest.mark.parametrize("shape", [(2, 768, 768), (3, 512, 1536), (3, 1536, 512), (1, 1000, 2999), (1, 520, 600)])

@@ -2,7 +2,7 @@
 
 Both forms compute the same odd polynomials of the normalised matrix. With X [s, l] (s <= l, wide) and R = X X^T:
 
-- direct: ``X <- a X + (b R + c R^2) X`` per step (Jordan et al., "Muon", 2024).
+- direct: ``X <- (a I + b R + c R^2) X`` per step (Jordan et al., "Muon", 2024).
 - Gram: the polynomials act on R alone and a product Q [s, s] of them is applied to X at the end, and at restarts,
   where R is computed afresh so that rounding in R does not grow (Dao et al., "Gram Newton-Schulz", 2026). Exact
   arithmetic gives the same result; on wide matrices it needs fewer operations.
@@ -272,8 +272,9 @@ class NewtonSchulz:
         y, (r, z) = space or _space(x, gram=False)
         for a, b, c in self.coefficients:
             kernel.gram(x, out=r)
-            kernel.product(r, r, r, alpha=c, beta=b, out=z)
-            torch.baddbmm(x, *_applied(z, x), beta=a, out=y)
+            # a on the diagonal, not beside the product: as accurate here, and cuBLAS is 20% faster without an addend.
+            kernel.product(r, r, r, alpha=c, beta=b, diagonal=a, out=z)
+            torch.bmm(*_applied(z, x), out=y)
             x, y = y, x
         return x
 

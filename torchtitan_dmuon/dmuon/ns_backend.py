@@ -44,9 +44,17 @@ class Kernel(Protocol):
         """X X^T of a wide (or square) [B, m, n], X^T X of a tall one, into ``out`` [B, s, s]."""
 
     def product(
-        self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, *, alpha: float, beta: float, out: torch.Tensor
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        *,
+        alpha: float,
+        beta: float,
+        out: torch.Tensor,
+        diagonal: float = 0.0,
     ) -> torch.Tensor:
-        """``beta * d + alpha * a @ b`` into ``out``, all symmetric, ``a`` and ``b`` commuting."""
+        """``beta * d + alpha * a @ b + diagonal * I`` into ``out``, all symmetric, ``a`` and ``b`` commuting."""
 
 
 class TorchKernel:
@@ -63,9 +71,18 @@ class TorchKernel:
         return torch.bmm(left, left.mT, out=out)
 
     def product(
-        self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, *, alpha: float, beta: float, out: torch.Tensor
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        *,
+        alpha: float,
+        beta: float,
+        out: torch.Tensor,
+        diagonal: float = 0.0,
     ) -> torch.Tensor:
-        return torch.baddbmm(d, a, b, beta=beta, alpha=alpha, out=out)
+        torch.baddbmm(d, a, b, beta=beta, alpha=alpha, out=out)
+        return _add_diagonal(out, diagonal)
 
 
 class TritonKernel:
@@ -82,10 +99,18 @@ class TritonKernel:
         return symmetric.symmetric_product(left, left.mT, out=out)
 
     def product(
-        self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, *, alpha: float, beta: float, out: torch.Tensor
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        *,
+        alpha: float,
+        beta: float,
+        out: torch.Tensor,
+        diagonal: float = 0.0,
     ) -> torch.Tensor:
         # b is exactly symmetric; transposed, both operands have the inner dimension contiguous.
-        return symmetric.symmetric_product(a, b.mT, d, alpha=alpha, beta=beta, out=out)
+        return symmetric.symmetric_product(a, b.mT, d, alpha=alpha, beta=beta, diagonal=diagonal, out=out)
 
 
 class QuackKernel:
@@ -131,14 +156,22 @@ class QuackKernel:
         return out
 
     def product(
-        self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, *, alpha: float, beta: float, out: torch.Tensor
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        *,
+        alpha: float,
+        beta: float,
+        out: torch.Tensor,
+        diagonal: float = 0.0,
     ) -> torch.Tensor:
         if not self._fits(a, out):
-            return self._plain.product(a, b, d, alpha=alpha, beta=beta, out=out)
+            return self._plain.product(a, b, d, alpha=alpha, beta=beta, out=out, diagonal=diagonal)
         from quack.gemm_interface import gemm_symmetric
 
         gemm_symmetric(a, b, C=d, out=out, alpha=float(alpha), beta=float(beta))
-        return out
+        return _add_diagonal(out, diagonal)
 
 
 _KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (TorchKernel(), TritonKernel(), QuackKernel())}
@@ -148,6 +181,12 @@ KERNEL_CHOICES = ("auto", *_KERNELS)
 def _rows_short(x: torch.Tensor) -> torch.Tensor:
     """A view [B, s, l] with s <= l."""
     return x.mT if x.shape[1] > x.shape[2] else x
+
+
+def _add_diagonal(square: torch.Tensor, diagonal: float) -> torch.Tensor:
+    if diagonal != 0.0:
+        square.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return square
 
 
 def check_kernel(choice: str) -> str:

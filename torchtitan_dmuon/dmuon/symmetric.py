@@ -1,4 +1,4 @@
-"""Triton kernel for products that are known to be symmetric: ``C = beta * D + alpha * A @ B``, batched.
+"""Triton kernel for products that are known to be symmetric, ``C = beta * D + alpha * A @ B + diagonal * I``, batched.
 
 Only the upper triangle of C is computed, tile by tile; each element above the diagonal is stored twice, at (p, q) and
 at (q, p), and each on it once. So C equals its transpose bit for bit, every element has one writer, and about half of
@@ -95,10 +95,10 @@ def _locate(tile, per_matrix, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _finish_square(
-    acc, d, c, row, column, size, alpha, beta, stride_dm, stride_dn, stride_cm, stride_cn,
-    HAS_D: tl.constexpr, BLOCK: tl.constexpr,
+    acc, d, c, row, column, size, alpha, beta, diagonal, stride_dm, stride_dn, stride_cm, stride_cn,
+    HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale, add D, and store a square tile and its mirror image; nothing for a tile below the diagonal."""
+    """Scale, add, and store a square tile and its mirror image; nothing for a tile below the diagonal."""
     # 64-bit offsets to the tile, 32-bit ones inside it: of those every thread has one an element.
     origin_row, origin_column = row.to(tl.int64), column.to(tl.int64)
     down, right = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -107,6 +107,8 @@ def _finish_square(
     if HAS_D:
         d += origin_row * stride_dm + origin_column * stride_dn
         acc += beta * tl.load(d + down * stride_dm + right * stride_dn, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DIAGONAL:
+        acc += tl.where(row + down == column + right, diagonal, 0.0)
     value = acc.to(c.dtype.element_ty)
     local = down * stride_cm + right * stride_cn
     direct = c + origin_row * stride_cm + origin_column * stride_cn + local
@@ -120,35 +122,37 @@ def _finish_square(
 
 @triton.jit
 def _finish(
-    acc, d, c, matrix, row, column, size, alpha, beta,
+    acc, d, c, matrix, row, column, size, alpha, beta, diagonal,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-    HAS_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """:func:`_finish_square` on the one or two squares of a tile."""
     d += matrix * stride_db
     c += matrix * stride_cb
     if BLOCK_M == BLOCK_N:
         _finish_square(
-            acc, d, c, row, column, size, alpha, beta, stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, BLOCK_M
-        )
+            acc, d, c, row, column, size, alpha, beta, diagonal,
+            stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, HAS_DIAGONAL, BLOCK_M,
+        )  # fmt: skip
     else:
         left, right = acc.reshape(BLOCK_M, 2, BLOCK_M).permute(0, 2, 1).split()
         _finish_square(
-            left, d, c, row, column, size, alpha, beta, stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, BLOCK_M
-        )
+            left, d, c, row, column, size, alpha, beta, diagonal,
+            stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, HAS_DIAGONAL, BLOCK_M,
+        )  # fmt: skip
         _finish_square(
-            right, d, c, row, column + BLOCK_M, size, alpha, beta,
-            stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, BLOCK_M,
+            right, d, c, row, column + BLOCK_M, size, alpha, beta, diagonal,
+            stride_dm, stride_dn, stride_cm, stride_cn, HAS_D, HAS_DIAGONAL, BLOCK_M,
         )  # fmt: skip
 
 
 # Counts of tiles differ from shape to shape: no kernel of its own for those that 16 divides.
 @triton.jit(do_not_specialize=["per_matrix"])
 def _pointer_kernel(
-    a, b, d, c, per_matrix, size, depth, alpha, beta,
+    a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
     stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-    HAS_D: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     matrix, row, column = _locate(tl.program_id(0), per_matrix, size, BLOCK_M, BLOCK_N, GROUP)
@@ -171,16 +175,16 @@ def _pointer_kernel(
         a_tile += BLOCK_K * stride_ak
         b_tile += BLOCK_K * stride_bk
     _finish(
-        acc, d, c, matrix, row, column, size, alpha, beta,
-        stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn, HAS_D, BLOCK_M, BLOCK_N,
+        acc, d, c, matrix, row, column, size, alpha, beta, diagonal,
+        stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn, HAS_D, HAS_DIAGONAL, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
 def _descriptor_tile(
-    tile, a, b, d, c, per_matrix, size, depth, alpha, beta,
+    tile, a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-    HAS_D: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     matrix, row, column = _locate(tile, per_matrix, size, BLOCK_M, BLOCK_N, GROUP)
@@ -199,30 +203,31 @@ def _descriptor_tile(
             right = b.load([index * depth + start, column])
         acc = tl.dot(left, right, acc, input_precision="ieee")
     _finish(
-        acc, d, c, matrix, row, column, size, alpha, beta,
-        stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn, HAS_D, BLOCK_M, BLOCK_N,
+        acc, d, c, matrix, row, column, size, alpha, beta, diagonal,
+        stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn, HAS_D, HAS_DIAGONAL, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["total", "per_matrix"])
 def _descriptor_kernel(
-    a, b, d, c, total, per_matrix, size, depth, alpha, beta,
+    a, b, d, c, total, per_matrix, size, depth, alpha, beta, diagonal,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-    HAS_D: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, PERSISTENT: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         for tile in range(tl.program_id(0), total, tl.num_programs(0)):
             _descriptor_tile(
-                tile, a, b, d, c, per_matrix, size, depth, alpha, beta,
+                tile, a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
                 stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-                HAS_D, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
+                HAS_D, HAS_DIAGONAL, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
             )  # fmt: skip
     else:
         _descriptor_tile(
-            tl.program_id(0), a, b, d, c, per_matrix, size, depth, alpha, beta,
+            tl.program_id(0), a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
             stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-            HAS_D, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
+            HAS_D, HAS_DIAGONAL, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
         )  # fmt: skip
 
 
@@ -265,7 +270,7 @@ def choose_tiles(
     if not addend and k > 4096 and tiles >= 12 * multiprocessors:
         # Many waves, so that the last one hardly counts: larger tiles read their operands less often.
         return TileConfig(128, 256, 64, warps=8, stages=3, tma=True)
-    if k < 2048 or (not addend and k <= 4096 and tiles < 8 * multiprocessors):
+    if k < 2048 or (k <= 4096 and tiles < 8 * multiprocessors):
         # Two programs a multiprocessor, one's stores under the other's products.
         return TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128)
     if addend or tiles >= 8 * multiprocessors:
@@ -319,10 +324,12 @@ def symmetric_product(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    diagonal: float = 0.0,
     out: torch.Tensor | None = None,
     config: TileConfig | None = None,
 ) -> torch.Tensor:
-    """``beta * d + alpha * a @ b`` where the caller knows that ``a @ b`` is symmetric; accumulated in float32.
+    """``beta * d + alpha * a @ b + diagonal * I`` where the caller knows that ``a @ b`` is symmetric; accumulated in
+    float32 and rounded once.
 
     ``b = a.mT`` gives the Gram matrix of the rows; for a tall X, ``a = x.mT`` and ``b = x`` give X^T X without a copy.
 
@@ -349,7 +356,9 @@ def symmetric_product(
     if out.numel() == 0:
         return out
     if k == 0:
-        return out.zero_() if d is None else torch.mul(d, beta, out=out)
+        out = out.zero_() if d is None else torch.mul(d, beta, out=out)
+        out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        return out
     capability, multiprocessors = _device(a.device)
     if config is None:
         config = choose_tiles(s, k, batch, capability, multiprocessors, addend=d is not None)
@@ -365,6 +374,7 @@ def symmetric_product(
     addend = out if d is None else d
     common = {
         "HAS_D": d is not None,
+        "HAS_DIAGONAL": diagonal != 0.0,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -377,7 +387,7 @@ def symmetric_product(
     with torch.cuda.device_of(a):
         if described is None:
             _pointer_kernel[(total,)](
-                a, b, addend, out, per_matrix, s, k, alpha, beta,
+                a, b, addend, out, per_matrix, s, k, alpha, beta, diagonal,
                 *a.stride(), *b.stride(), *addend.stride(), *out.stride(),
                 EVEN_K=k % config.block_k == 0, **common,
             )  # fmt: skip
@@ -385,7 +395,7 @@ def symmetric_product(
             left, right, left_k_major, right_k_major = described
             grid = (min(total, multiprocessors) if config.persistent else total,)
             _descriptor_kernel[grid](
-                left, right, addend, out, total, per_matrix, s, k, alpha, beta,
+                left, right, addend, out, total, per_matrix, s, k, alpha, beta, diagonal,
                 *addend.stride(), *out.stride(),
                 A_K_MAJOR=left_k_major, B_K_MAJOR=right_k_major, PERSISTENT=config.persistent, **common,
             )  # fmt: skip
