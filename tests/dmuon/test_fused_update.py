@@ -110,3 +110,22 @@ def test_normalized(shape):
     expected = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     torch.testing.assert_close(result, expected, atol=1e-7, rtol=1e-5)
     assert fused_update.normalized(x.mT, torch.float32, 1e-7) is None or 1 in shape
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
+@pytest.mark.parametrize("numel", [64, 100, 257])
+def test_accumulate(dtypes, numel, monkeypatch):
+    monkeypatch.setattr(fused_update, "_LARGE", 65)
+    into, grad = (torch.randn(300).to(dtype) for dtype in dtypes)
+    expected = into.clone()
+    taken = [fused_update.accumulate(into[:numel], grad[:numel], add) for add in (True, False)]
+    assert taken == [numel > 64] * 2
+    if taken[0]:
+        expected[:numel] = grad[:numel].to(expected.dtype)
+    assert torch.equal(into, expected)
+    if numel > 64:
+        fused_update.accumulate(into[:numel], grad[:numel], True)
+        sums = expected[:numel].float() + grad[:numel].float()
+        assert torch.equal(into[:numel], sums.to(into.dtype)) and torch.equal(into[numel:], expected[numel:])
+    assert not fused_update.accumulate(into[::2], grad[::2], False)
+    assert not fused_update.accumulate(into, into, False)

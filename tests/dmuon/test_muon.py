@@ -78,3 +78,15 @@ def test_what_the_optimizer_refuses(rank, world):
     with pytest.raises(ValueError, match="found_inf needs adamw_implementation='fused', this optimizer has 'foreach'"):
         optimizer.step(found_inf=torch.zeros(()))
     assert_same(full_weights(model), before, atol=0, rtol=0)
+
+
+@distributed(world=2)
+def test_the_step_begins_with_what_arrives_first(rank, world):
+    """Backward reduces the last layer first: so do the parts of a stack; the largest stack comes first."""
+    _, optimizer = build(world)
+    sizes = []
+    for _, stack in optimizer._stacks:
+        layers = [int(view.piece.fqn.split(".")[1]) for view in stack.views]
+        assert layers == sorted(layers, reverse=True)
+        sizes.append(sum(view.piece.numel for view in stack.views))
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) > 1

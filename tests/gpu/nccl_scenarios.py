@@ -1,4 +1,5 @@
-"""The runtime's scenarios over NCCL, one GPU a rank: ``torchrun --nproc-per-node 2 -m tests.gpu.nccl_scenarios``.
+"""The runtime's scenarios over NCCL, one GPU a rank: ``torchrun --nproc-per-node 2 -m tests.gpu.nccl_scenarios``; with
+arguments those whose names contain one of them.
 
 The bodies are those of the tests on the CPU, with meshes of two ranks. Newton-Schulz runs in float16 and is held to
 float16 tolerances; what must be bitwise is. Exit code 1 when a scenario fails on any rank.
@@ -17,9 +18,9 @@ import torch.distributed as dist
 
 os.environ["DMUON_TEST_DEVICE"] = "cuda"  # read where the harness is imported
 
-from tests.dmuon import test_meshes, test_muon, test_schedule, test_state_dict
+from tests.dmuon import test_lanes, test_meshes, test_muon, test_schedule, test_state_dict
 from tests.dmuon.harness import assert_same
-from tests.gpu.test_delays import train_with_delays
+from tests.gpu.test_delays import slow_reductions_change_nothing, train_with_delays
 
 MESHES = {"shard 2": (1, 2, 1), "2x1": (2, 1, 1), "tp2": (1, 1, 2)}
 DELAYED_STEPS = 200
@@ -37,6 +38,10 @@ def scenarios() -> dict[str, Callable[[int, int], None]]:
     def add(name: str, body: Callable[..., None], **kwargs: object) -> None:
         chosen[name] = lambda rank, world: body(rank, world, **kwargs)
 
+    for case in test_lanes.SEGMENTS:
+        for in_place in (True, False):
+            add(f"lanes, {case}, {'in place' if in_place else 'to buffers'}", test_lanes.carries, case=case,
+                in_place=in_place)  # fmt: skip
     for mode in ("z2", "z3"):
         add(f"1 five steps, {mode}", test_muon.test_five_steps_equal_one_process.body, mode=mode)
         for mesh in MESHES:
@@ -56,6 +61,7 @@ def scenarios() -> dict[str, Callable[[int, int], None]]:
             test_meshes.test_asynchronous_publish_is_bitwise.body,
             mesh=mesh,
         )
+        add(f"slow reductions, {mesh}", slow_reductions_change_nothing, mesh=MESHES[mesh])
         add(f"{DELAYED_STEPS} steps with delays on one rank, {mesh}", delays_change_nothing, mesh=mesh)
     return chosen
 
@@ -68,8 +74,10 @@ def main() -> int:
     world = dist.get_world_size()
     test_meshes.MESHES.clear()
     test_meshes.MESHES.update(MESHES)
-    failed = 0
-    for name, body in scenarios().items():
+    failed, chosen = 0, scenarios()
+    if words := sys.argv[1:]:
+        chosen = {name: body for name, body in chosen.items() if any(word in name for word in words)}
+    for name, body in chosen.items():
         start, error = time.monotonic(), None
         try:
             torch.manual_seed(1234 + rank)
@@ -84,7 +92,7 @@ def main() -> int:
         if rank == 0:
             print(f"{'FAILED' if bad else 'passed'}  {time.monotonic() - start:6.1f} s  {name}", flush=True)
     if rank == 0:
-        print(f"{len(scenarios()) - failed} passed, {failed} failed over NCCL on {world} GPUs", flush=True)
+        print(f"{len(chosen) - failed} passed, {failed} failed over NCCL on {world} GPUs", flush=True)
     return int(failed > 0)
 
 

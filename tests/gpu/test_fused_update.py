@@ -87,3 +87,14 @@ def test_replayed_launches_give_what_launches_give(shape, kernel):
     with torch.cuda.stream(side):
         for stack in held:
             assert torch.equal(replayed(stack), plain(stack))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_accumulate(dtypes, add):
+    numel = fused_update._LARGE + 77
+    into, grad = (torch.randn(numel + 3, device="cuda").to(dtype) for dtype in dtypes)
+    expected = into.float()
+    expected[3:] = grad[3:].float() + (expected[3:] if add else 0.0)
+    assert fused_update.accumulate(into[3:], grad[3:], add)  # not aligned
+    assert torch.equal(into, expected.to(into.dtype))

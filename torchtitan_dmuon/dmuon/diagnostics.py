@@ -136,8 +136,9 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
         ``mode``: ``z2`` or ``z3``.
         ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
         ``lanes``: for each of ``mesh.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
-            ``collectives``, ``payload_bytes`` (the buffers handed to them) and ``sent_bytes_per_rank`` (what leaves a
-            rank, on average over the group; of the exchanges between tensor-parallel columns, what leaves this one).
+            ``collectives`` (over NCCL those of one unit are sent as one), ``payload_bytes`` (the buffers handed to
+            them) and ``sent_bytes_per_rank`` (what leaves a rank, on average over the group; of the exchanges between
+            tensor-parallel columns, what leaves this one).
             Ranks of one shard group agree on ``unshard`` and ``reduce``. The later stages carry only what this rank
             is the source or the owner of, so they differ from rank to rank.
         ``owner_load``: ``max``, ``mean`` and ``max_over_mean`` over all owners, of optimizer ``flops`` per step and of

@@ -85,6 +85,11 @@ def group_like(reference: dist.ProcessGroup, device: torch.device, description: 
     )
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the backend that carries tensors on ``device``, also where the group has one for each kind of device."""
+    return group._get_backend(device).name()
+
+
 def set_group_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Change the timeout of collectives launched on ``group`` from now on."""
     group._get_backend(device)._set_default_timeout(timeout)

@@ -1,9 +1,10 @@
-"""Triton kernels for the passes over memory before and after Newton-Schulz, for a whole stack of matrices at once.
+"""Triton kernels for passes over memory: those before and after Newton-Schulz, for a whole stack of matrices at once,
+and the one that packs a gradient (:func:`accumulate`). Of a stack:
 
 1. momentum: read gradient and momentum, write the momentum, sum the squares of the Nesterov input (12 bytes an element
    in float32)
 2. input: read both again and write the normalised Nesterov input in the dtype of the iteration (10)
-3. weights: read the result and the weight, write the weight (10)
+3. weights: read the result and the weight, write the weight, also in the dtype in which it is sent (10, and 2)
 
 The matrices of a stack lie in tensors of their own, so a kernel gets a table of addresses. Whether a matrix moves at
 all (was there a gradient, is everything finite) is read from the device; where it does not, nothing of it is written
@@ -27,6 +28,8 @@ _PROGRAMS = 1024
 
 _ALIGNMENT, _ALIGNED_ELEMENTS = 16, 8  # of addresses (in bytes) and of rows, for wide loads
 
+_LARGE = 1 << 21  # elements
+
 _MAX_NUMEL = 1 << 30  # of one matrix, whose elements are counted with 32 bits
 
 _DTYPES = {
@@ -37,8 +40,9 @@ _DTYPES = {
     torch.int64: tl.int64,
 }
 
-# Columns of the table: addresses of gradient, momentum, weight and count of gradients, elements from row to row.
-_FIELDS = tl.constexpr(5)
+# Columns of the table: addresses of gradient, momentum, weight, count of gradients and source weight, elements from row
+# to row.
+_FIELDS = tl.constexpr(6)
 
 
 @triton.jit
@@ -63,7 +67,7 @@ def _moving(table, matrix, numel, found_inf, COUNT: tl.constexpr, HAS_FOUND_INF:
 def _places(index, table, matrix, columns, STRIDED: tl.constexpr, ALIGNED: tl.constexpr):
     """Where the elements of a matrix lie that are numbered row by row."""
     if STRIDED:
-        stride = tl.load(table + matrix * _FIELDS + 4)
+        stride = tl.load(table + matrix * _FIELDS + 5)
         if ALIGNED:
             stride = tl.multiple_of(stride, 8)
         index = (index // columns).to(tl.int64) * stride + index % columns
@@ -129,12 +133,14 @@ def _scale(partials, matrix, eps, SLOTS: tl.constexpr):
 @triton.jit
 def _weight_kernel(
     table, found_inf, update, numel, columns, step_size, decay,
-    MASTER: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    MASTER: tl.constexpr, SOURCE: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
     CAUTIOUS: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(0)
     moving = _moving(table, matrix, numel, found_inf, COUNT, HAS_FOUND_INF)
     master = _address(table, matrix, 2, MASTER, ALIGNED)
+    if SOURCE is not None:
+        source = _address(table, matrix, 4, SOURCE, ALIGNED)
     update += matrix.to(tl.int64) * numel
     for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -145,7 +151,10 @@ def _weight_kernel(
         decayed = weight * (1.0 - decay)
         if CAUTIOUS:
             decayed = tl.where(change * weight >= 0, decayed, weight)
-        tl.store(master + at, (decayed - change).to(MASTER), mask=inside)
+        new = (decayed - change).to(MASTER)
+        tl.store(master + at, new, mask=inside)
+        if SOURCE is not None:
+            tl.store(source + at, new.to(SOURCE), mask=inside)
 
 
 @triton.jit
@@ -173,6 +182,16 @@ def _normalize_kernel(x, partials, out, numel, eps, BLOCK: tl.constexpr, SLOTS: 
         tl.store(out + index, (value * scale).to(out.dtype.element_ty), mask=index < numel)
 
 
+@triton.jit
+def _accumulate_kernel(into, grad, numel, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < numel
+    value = tl.load(grad + index, mask=inside).to(tl.float32)
+    if ADD:
+        value += tl.load(into + index, mask=inside).to(tl.float32)
+    tl.store(into + index, value.to(into.dtype.element_ty), mask=inside)
+
+
 # ------------------------------------------------------------------ the host's side
 
 
@@ -181,32 +200,40 @@ class Operand:
     """The tensors of some matrices of one shape, all with the same strides.
 
     Attributes:
-        grad, momentum, master: [B, m, n], rows contiguous.
+        grad, momentum, master, source: [B, m, n], rows contiguous; no ``source`` where the master itself is sent.
         count: 0-D, not zero where there was a gradient.
     """
 
     grad: torch.Tensor
     momentum: torch.Tensor
     master: torch.Tensor
+    source: torch.Tensor | None
     count: torch.Tensor
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        tensors = (self.grad, self.momentum, self.master)
+        return tensors if self.source is None else (*tensors, self.source)
 
     def layout(self) -> tuple | None:
         """What the operands of one stack must have in common; None where the kernels cannot take them."""
-        tensors = (self.grad, self.momentum, self.master)
+        tensors = self._tensors
         if self.grad.stride(2) != 1 or any(t.stride() != self.grad.stride() for t in tensors):
             return None
         if any(t.dtype not in _DTYPES for t in (*tensors, self.count)) or self.grad[0].numel() > _MAX_NUMEL:
             return None
-        return (self.grad.shape[1:], *(t.dtype for t in tensors), self.count.dtype)
+        source = None if self.source is None else self.source.dtype
+        return (self.grad.shape[1:], self.grad.dtype, self.momentum.dtype, self.master.dtype, source, self.count.dtype)
 
     def rows(self) -> list[tuple[int, ...]]:
         """Of the table, one a matrix."""
-        tensors = (self.grad, self.momentum, self.master)
-        step = self.grad.stride(0)
-        return [
-            (*(t.data_ptr() + i * step * t.element_size() for t in tensors), self.count.data_ptr(), self.grad.stride(1))
-            for i in range(len(self.grad))
-        ]
+        step, row = self.grad.stride()[:2]
+
+        def addresses(matrix: int) -> tuple[int, ...]:
+            grad, momentum, master, *source = (t.data_ptr() + matrix * step * t.element_size() for t in self._tensors)
+            return grad, momentum, master, self.count.data_ptr(), source[0] if source else 0, row
+
+        return [addresses(matrix) for matrix in range(len(self.grad))]
 
 
 class FusedPasses:
@@ -221,15 +248,16 @@ class FusedPasses:
         layouts = {operand.layout() for operand in operands}
         if None in layouts or len(layouts) > 1:
             return False
-        (m, self._n), grad, momentum, master, count = layouts.pop()
+        (m, self._n), grad, momentum, master, source, count = layouts.pop()
         rows = [row for operand in operands for row in operand.rows()]
-        self._strided = any(row[4] != self._n for row in rows) and m > 1
-        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:3])
-        self._aligned = aligned and not (self._strided and any(row[4] % _ALIGNED_ELEMENTS for row in rows))
+        self._strided = any(row[5] != self._n for row in rows) and m > 1
+        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in (*row[:3], row[4]))
+        self._aligned = aligned and not (self._strided and any(row[5] % _ALIGNED_ELEMENTS for row in rows))
         self._dtypes = {
             "GRAD": _DTYPES[grad],
             "MOMENTUM": _DTYPES[momentum],
             "MASTER": _DTYPES[master],
+            "SOURCE": None if source is None else _DTYPES[source],
             "COUNT": _DTYPES[count],
         }
         self._m, self._batch = m, len(rows)
@@ -262,9 +290,13 @@ class FusedPasses:
         self, update: torch.Tensor, step_size: float, decay: float, cautious: bool, found_inf: torch.Tensor | None
     ) -> None:
         """``W -= decay * W`` (where ``cautious``, only if update and weight do not differ in sign), then
-        ``W -= step_size * update``, for contiguous ``update`` [B, m, n] of any floating dtype of the kernels."""
+        ``W -= step_size * update``, in masters and sources.
+
+        Args:
+            update: [B, m, n], contiguous, of any floating dtype of the kernels.
+        """
         numel = self._m * self._n
-        common = self._common(found_inf, "MASTER")
+        common = self._common(found_inf, "MASTER", "SOURCE")
         flag = self._table if found_inf is None else found_inf
         with torch.cuda.device_of(update):
             _weight_kernel[(self._batch, _programs(numel))](
@@ -300,3 +332,18 @@ def normalized(x: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor 
         _squares_kernel[grid](x, partials, numel, BLOCK=_BLOCK, num_warps=_WARPS)
         _normalize_kernel[grid](x, partials, out, numel, eps, BLOCK=_BLOCK, SLOTS=slots, num_warps=_WARPS)
     return out
+
+
+def accumulate(into: torch.Tensor, grad: torch.Tensor, add: bool) -> bool:
+    """``into`` = ``grad``, or ``into`` += ``grad`` where ``add``, in the dtype of ``into``. False, and nothing done,
+    where PyTorch's own kernels are as fast: of one dtype (those of two read or write narrowly), or small (a launch of
+    Triton's takes the host longer)."""
+    if into.dtype == grad.dtype or grad.numel() < _LARGE or not (into.is_contiguous() and grad.is_contiguous()):
+        return False
+    if into.dtype not in _DTYPES or grad.dtype not in _DTYPES:
+        return False
+    with torch.cuda.device_of(into):
+        _accumulate_kernel[(-(-grad.numel() // _BLOCK),)](
+            into, grad, grad.numel(), ADD=add, BLOCK=_BLOCK, num_warps=_WARPS
+        )
+    return True

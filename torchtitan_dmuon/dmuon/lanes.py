@@ -3,29 +3,55 @@
 A lane is one process group used for one purpose, so that everything on it happens in the order in which it was
 launched, on every rank, whatever else the trainer sends elsewhere. Collectives are asynchronous: on CUDA a launch
 waits (on the device) for the work queued so far on the current stream and ``wait`` makes the current stream wait; on
-CPU ``wait`` blocks the host. One code path serves gloo and NCCL.
+CPU ``wait`` blocks the host.
+
+What goes to or comes from several owners at once (``broadcast``, ``reduce``) is one all-gather or reduce-scatter of
+uneven parts over NCCL, which so uses both directions of every link and reads and writes the owners' buffers itself.
+Other backends have no uneven parts: there it is one broadcast or reduce after the other, and copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from .fsdp2 import backend_name
+
+Segment = tuple[torch.Tensor, int]  # and the rank, within the lane, that it comes from or goes to
+
 
 class Pending:
-    """Collectives in flight. ``wait`` may be called more than once."""
+    """Collectives in flight. ``wait`` may be called more than once.
 
-    def __init__(self, works: list[dist.Work], inputs: tuple[torch.Tensor, ...] = ()) -> None:
+    Args:
+        works: the collectives.
+        inputs: tensors they read until they have finished.
+        copies: (to, from), made when they have finished.
+    """
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        inputs: Iterable[torch.Tensor] = (),
+        copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
         self._works = works
-        self._inputs = inputs  # read until the collectives have finished
+        self._inputs = list(inputs)
+        self._copies = list(copies)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._works, self._inputs = [], ()
+        for tensor in self._inputs:
+            if tensor.is_cuda:  # it may have been made on another stream than the one that knows when it was read
+                tensor.record_stream(torch.cuda.current_stream())
+        for to, origin in self._copies:
+            to.copy_(origin)
+        self._works, self._inputs, self._copies = [], [], []
 
 
 @dataclass(frozen=True)
@@ -59,23 +85,71 @@ class Lane:
         self.device = device
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._uneven = backend_name(group, device) == "nccl"
 
-    def broadcast(self, segments: Iterable[tuple[torch.Tensor, int]]) -> Pending:
-        """Collective. Each ``(tensor, source)`` is filled, in place, from the rank ``source`` of this group."""
+    def broadcast(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
+        """Collective. Each ``(tensor, source)`` is filled from the rank ``source`` of this group: there from the next
+        tensor of ``own``, or it holds its values already."""
+        segments = list(segments)
+        held = self._own(segments)
+        own = held if own is None else own
+        if self.size > 1 and self._uneven:
+            works = []
+            for parts, part in self._rounds(segments, own):
+                whole = _adjacent(parts)
+                if whole is not None:
+                    work = dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
+                else:
+                    work = dist.all_gather(_unlike(parts), part, group=self.group, async_op=True)
+                works.append(work)
+            return Pending(works, own)
+        for to, origin in zip(held, own, strict=True):
+            if to is not origin:
+                to.copy_(origin)
         if self.size == 1:
             return Pending([])
         return Pending(
-            [dist.broadcast(tensor, group=self.group, group_src=source, async_op=True) for tensor, source in segments]
+            [dist.broadcast(t, group=self.group, group_src=rank, async_op=True) for t, rank in segments if t.numel()]
         )
 
-    def reduce(self, segments: Iterable[tuple[torch.Tensor, int]]) -> Pending:
-        """Collective. Each ``(tensor, destination)`` is summed, in place, onto the rank ``destination`` of this
-        group; elsewhere its content is undefined afterwards."""
-        if self.size == 1:
-            return Pending([])
-        return Pending(
-            [dist.reduce(tensor, group=self.group, group_dst=dest, async_op=True) for tensor, dest in segments]
-        )
+    def reduce(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
+        """Collective. Each ``(tensor, destination)`` is summed onto the rank ``destination`` of this group: there into
+        the next tensor of ``own``, or in place. All other tensors are undefined afterwards."""
+        segments = list(segments)
+        held = self._own(segments)
+        own = held if own is None else own
+        if self.size > 1 and self._uneven:
+            works = []
+            for parts, part in self._rounds(segments, own):
+                whole = _adjacent(parts)
+                if whole is not None:
+                    work = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
+                else:
+                    work = dist.reduce_scatter(part, _unlike(parts), group=self.group, async_op=True)
+                works.append(work)
+            return Pending(works, [tensor for tensor, _ in segments])
+        works = []
+        if self.size > 1:
+            works = [dist.reduce(t, group=self.group, group_dst=r, async_op=True) for t, r in segments if t.numel()]
+        copies = [(to, origin) for to, origin in zip(own, held, strict=True) if to is not origin]
+        return Pending(works, [tensor for tensor, _ in segments], copies)
+
+    def _own(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        return [tensor for tensor, rank in segments if rank == self.rank]
+
+    def _rounds(
+        self, segments: Sequence[Segment], own: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        """The segments in as few rounds as there are of one rank: (every rank's part, this rank's of ``own``). Empty
+        where a rank has none."""
+        of_rank: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor, rank in segments:
+            of_rank[rank].append(tensor)
+        for index in range(max(map(len, of_rank.values()), default=0)):
+            empty = segments[0][0].new_empty(0)
+            parts = [of_rank[rank][index] if index < len(of_rank[rank]) else empty for rank in range(self.size)]
+            if any(part.numel() for part in parts):
+                yield parts, own[index] if index < len(own) else empty
 
     def exchange(
         self, output: torch.Tensor, output_sizes: list[int], sent: torch.Tensor, sent_sizes: list[int]
@@ -111,3 +185,21 @@ class Lane:
     def plan_exchange(self, sent_bytes: list[int]) -> Transfer:
         """An ``exchange`` that sends so many bytes to each rank."""
         return Transfer(self.name, sum(sent_bytes), sum(sent_bytes) - sent_bytes[self.rank])
+
+
+def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One view of parts of one size that follow each other in one storage, or ``None``. The same on every rank, since
+    it looks at offsets and not at addresses."""
+    first, size = parts[0], parts[0].numel()
+    storage = first.untyped_storage().data_ptr()
+    for index, part in enumerate(parts):
+        place = (part.numel(), part.untyped_storage().data_ptr(), part.storage_offset())
+        if place != (size, storage, first.storage_offset() + index * size):
+            return None
+    return first.as_strided((size * len(parts),), (1,))
+
+
+def _unlike(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts, of which not all have one shape: those PyTorch would first copy into a tensor of its own, which nobody
+    could keep until the stream that waits has passed the collective."""
+    return [parts[0].view(1, parts[0].numel()), *parts[1:]]

@@ -94,6 +94,17 @@ class MatrixView:
         if self._block is not None:
             put(tensor.view(-1, *tensor.shape[-2:]), self._block, self._dim, values)
 
+    def refresh_source(self) -> None:
+        """Bring the block of the piece's source weight up to date with its master."""
+        source = self.piece.source
+        if source is None:
+            return
+        values = self.take(self.piece.master)
+        if self.in_place:
+            self.take(source).copy_(values)
+        else:
+            self.put(source, values.to(source.dtype))
+
     def moves(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """0-D float: one where some rank had a gradient and everything is finite, else zero."""
         moves = self.piece.grad_count.ne(0).float()
@@ -132,7 +143,8 @@ class MatrixStack:
         newton_schulz: Callable[[torch.Tensor], torch.Tensor],
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Momentum, Newton-Schulz and weight update, by the hyperparameters of the parameter group.
+        """Momentum, Newton-Schulz and weight update, by the hyperparameters of the parameter group. Each part of the
+        stack waits for its own gradients; masters and source weights are written.
 
         Args:
             newton_schulz: a ``NewtonSchulz``, or any [B, m, n] -> float32 [B, m, n].
@@ -141,6 +153,8 @@ class MatrixStack:
         if not all(view.in_place for view in self.views):
             fused = None
         for index, views in enumerate(self._chunks(fused is not None, rule.normuon_beta2 is not None)):
+            for view in views:
+                view.piece.wait_gradient()
             passes = None if fused is None else self._pointed_passes(fused, index, views)
             if passes is None:
                 self._update_plain(views, group, rule, newton_schulz, found_inf)
@@ -170,7 +184,13 @@ class MatrixStack:
         if index not in self._passes:
             self._passes[index] = fused.FusedPasses()
         operands = [
-            fused.Operand(*(view.take(t) for t in (piece.grad, view.momentum, piece.master)), piece.grad_count)
+            fused.Operand(
+                view.take(piece.grad),
+                view.take(view.momentum),
+                view.take(piece.master),
+                None if piece.source is None else view.take(piece.source),
+                piece.grad_count,
+            )
             for view, piece in ((view, view.piece) for view in views)
         ]
         return self._passes[index] if self._passes[index].point_at(operands) else None
@@ -214,6 +234,7 @@ class MatrixStack:
                 _equalize_neurons(view, part, move, rule.normuon_beta2)
             part.mul_(step_size * move)
             _apply(view, part, group["lr"] * group["weight_decay"] * move, rule.cautious_weight_decay)
+            view.refresh_source()
 
     def _nesterov_input(
         self, views: list[MatrixView], moves: list[torch.Tensor], mu: float, nesterov: bool, mask: bool

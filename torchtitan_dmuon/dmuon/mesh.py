@@ -77,10 +77,11 @@ class Lanes:
         return self.reduce_replicate is not None or self.reduce_tp is not None
 
     @contextlib.contextmanager
-    def side_stream(self, name: str) -> Iterator[None]:
+    def side_stream(self, name: str, always: bool = False) -> Iterator[None]:
         """Run device work of later stages beside the compute stream, so that waiting for an earlier stage does not
-        hold up computation. On entry it waits for what is queued now. On CPU, and with one stage, nothing changes."""
-        if not self.staged or self.unshard.device.type != "cuda":
+        hold up computation. On entry it waits for what is queued now. On CPU, and with one stage unless ``always``,
+        nothing changes."""
+        if not (self.staged or always) or self.unshard.device.type != "cuda":
             yield
             return
         if name not in self._streams:

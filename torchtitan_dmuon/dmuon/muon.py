@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -153,23 +154,31 @@ class Muon(torch.optim.Optimizer):
     def _build_owned(
         self,
     ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], Piece]]]:
-        """The stacks and the AdamW pieces of this rank, each with its group; their state is created here."""
+        """The stacks and the AdamW pieces of this rank, each with its group; their state is created here. What arrives
+        last in backward comes last in its stack, and the largest stack first: the step begins meanwhile."""
+        arrival: dict[Piece, int] = {}
         pieces: dict[nn.Parameter, list[Piece]] = defaultdict(list)
-        for piece in self.runtime.owned:
-            if piece.spec.trainable:
-                pieces[piece.param].append(piece)
+        for place, unit in enumerate(self.runtime.schedule.reduce_order):
+            for piece in unit.owned:
+                if piece.spec.trainable:
+                    arrival[piece] = place
+                    pieces[piece.param].append(piece)
         stacks, adamw_pieces = [], []
         for group in self.param_groups:
             by_shape: dict[tuple, list[MatrixView]] = defaultdict(list)
             for piece in (piece for param in group["params"] for piece in pieces.get(param, ())):
                 if piece.spec.route == "muon":
                     for view in self._matrix_views(piece):
-                        by_shape[(view.shape, piece.spec.transposed, piece.spec.optim_dtype)].append(view)
+                        dtypes = (piece.spec.optim_dtype, None if piece.source is None else piece.source.dtype)
+                        by_shape[(view.shape, piece.spec.transposed, dtypes)].append(view)
                 else:
                     state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
                     self.state[piece.param].update({state_key(piece, name): value for name, value in state.items()})
                     adamw_pieces.append((group, piece))
-            stacks += [(group, MatrixStack(views)) for views in by_shape.values()]
+            for views in by_shape.values():
+                views.sort(key=lambda view: arrival[view.piece])
+                stacks.append((group, MatrixStack(views)))
+        stacks.sort(key=lambda entry: entry[1].count * math.prod(entry[1].shape), reverse=True)
         return stacks, adamw_pieces
 
     def _matrix_views(self, piece: Piece) -> list[MatrixView]:
@@ -249,16 +258,18 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runtime = self.runtime
-        runtime.wait_gradients()
+        runtime.collect_gradients()
         if runtime.schedule.has_gradients:
-            runtime.wait_publish()  # sources may be masters
+            runtime.begin_update()
             for group, stack in self._stacks:
                 stack.update(group, self.rule, self.newton_schulz, found_inf)
             for group, piece in self._adamw_pieces:
+                piece.wait_gradient()
                 adamw.update(piece, self.state_of(piece), group, found_inf)
+                piece.refresh_source()
             if self.qk_clip is not None:
                 self.qk_clip.apply(runtime, found_inf)
-            runtime.publish()
+            runtime.publish(refresh=False)
         for group, plain in self.plain_adamw:
             for inner in plain.param_groups:
                 inner.update({key: group[key] for key in ("lr", "betas", "weight_decay", "eps")})

@@ -15,7 +15,7 @@ import torch
 
 from .lanes import Pending, Transfer
 from .mesh import Lanes, Layout
-from .storage import ALIGN_BYTES, DedicatedParam, Piece, placeholder, round_up
+from .storage import ALIGN_BYTES, DedicatedParam, Piece, accumulate, placeholder, round_up
 from .tensor_parallel import local_part, local_shape
 
 
@@ -161,25 +161,26 @@ class OwnedPack:
                     piece.master = self._source_view(piece)
                 else:
                     piece.master = torch.empty(piece.shape, dtype=dtype, device=self.device)
+                    piece.source = self._source_view(piece) if self.layout.shape[2] == 1 else None
 
     @torch.no_grad()
-    def publish(self, lanes: Lanes) -> None:
+    def publish(self, lanes: Lanes, refresh: bool) -> None:
         """Collective with more than one stage. Bring the source weights of every replica and column up to date with
-        the owners' masters, asynchronously; ``launch_unshard`` waits for it."""
+        the owners' masters, asynchronously; ``launch_unshard`` waits for it.
+
+        Args:
+            refresh: the owners' own source weights are not up to date yet.
+        """
         self._publishing.wait()
         with lanes.side_stream("publish"):
             if lanes.publish_tp is None:
-                for piece in self.owned:
-                    source = self._source_view(piece)
-                    if source.data_ptr() != piece.master.data_ptr():
-                        source.copy_(piece.master)
+                for piece in self.owned if refresh else ():
+                    piece.refresh_source()
             else:
                 self._publish_columns(lanes)
             if lanes.publish_replicate is not None:
                 self._publishing = lanes.publish_replicate.broadcast(
-                    (self._source[begin:end], source)
-                    for (begin, end), source in self._publish_segments()
-                    if end > begin
+                    (self._source[begin:end], source) for (begin, end), source in self._publish_segments()
                 )
 
     def _publish_segments(self) -> list[tuple[tuple[int, int], int]]:
@@ -231,10 +232,9 @@ class OwnedPack:
         if self.always_unsharded:
             return Pending([])
         self._packed.untyped_storage().resize_(self._packed.numel())
-        for begin, end, source in self._own_ranges:
-            self._packed[begin:end].copy_(self._source[source : source + end - begin])
         return lanes.unshard.broadcast(
-            (self._packed[begin:end], shard) for (begin, end), shard in self._weight_segments if end > begin
+            ((self._packed[begin:end], shard) for (begin, end), shard in self._weight_segments),
+            [self._source[source : source + end - begin] for begin, end, source in self._own_ranges],
         )
 
     def install(self) -> None:
@@ -298,10 +298,7 @@ class OwnedPack:
         for piece in dp.pieces:
             slot = self._local_gradient(buffer, piece, *self._grad_offset[piece], dp.tp_column)[0]
             part = grad if piece.is_whole else grad[piece.start : piece.stop]
-            if dp in self._present:
-                slot.add_(part)
-            else:
-                slot.copy_(part)
+            accumulate(slot, part, add=dp in self._present)
         self._present.add(dp)
 
     def _packed_gradients(self) -> torch.Tensor:
@@ -317,9 +314,9 @@ class OwnedPack:
         shape = self._local_shape(piece, column)
         return buffer[start : start + math.prod(shape)].view(shape), buffer[count]
 
-    def launch_reduce(self, lanes: Lanes) -> tuple[Pending, torch.Tensor]:
+    def launch_reduce(self, lanes: Lanes) -> tuple[Pending, list[torch.Tensor]]:
         """Collective. Sum the packed gradients onto their sources; a parameter without a local gradient sends zeros.
-        Returns what ``finish_shard_stage`` needs."""
+        Returns what ``finish_shard_stage`` needs: this rank's segments, which the packed buffer does not outlive."""
         grads = self._packed_gradients()
         grads.index_fill_(0, self._counts, 1.0)
         for dp in self.trainable:
@@ -328,30 +325,33 @@ class OwnedPack:
                     for part in self._local_gradient(grads, piece, *self._grad_offset[piece], dp.tp_column):
                         part.zero_()
         self._grads, self._present = None, set()
-        pending = lanes.reduce.reduce(
-            (grads[begin:end], shard) for (begin, end), shard in self._grad_segments if end > begin
-        )
-        return pending, grads
+        segments = [(grads[begin:end], shard) for (begin, end), shard in self._grad_segments]
+        own = [segment for segment, shard in segments if shard == self.layout.coordinate[1]]
+        if not self.always_unsharded:
+            own = [torch.empty_like(segment) for segment in own]
+        return lanes.reduce.reduce(segments, own), own
 
-    def finish_shard_stage(self, lanes: Lanes, pending: Pending, grads: torch.Tensor) -> None:
+    def finish_shard_stage(self, lanes: Lanes, pending: Pending, own: list[torch.Tensor]) -> None:
         """Wait for the reduction along the shard dimension and add this rank's segments to what has come before."""
         pending.wait()
-        if grads.is_cuda:
-            grads.record_stream(torch.cuda.current_stream())
-        own = [grads[begin:end] for (begin, end), shard in self._grad_segments if shard == self.layout.coordinate[1]]
         factor = self._divide_factor()
         for segment in own:
+            if segment.is_cuda:
+                segment.record_stream(torch.cuda.current_stream())
             if factor != 1.0:
                 segment.div_(factor)
         if self._source_grads is None:
-            # Cloned, so that the other sources' segments of the packed buffer can be freed.
-            self._source_grads = own if self.always_unsharded else [segment.clone() for segment in own]
+            self._source_grads = own
             if not lanes.staged:
                 for cell in self._own_cells:
                     self._deliver(cell, self._in_source(cell.grads))
         else:
             for total, segment in zip(self._source_grads, own, strict=True):
                 total.add_(segment)
+            if not lanes.staged:  # the pieces' gradients are views of it
+                for piece in self.owned:
+                    if piece.spec.trainable:
+                        piece.note_arrival()
 
     def _in_source(self, grads: tuple[int, int]) -> torch.Tensor:
         """The part of the source gradients that has the packed range ``grads``."""
@@ -373,9 +373,7 @@ class OwnedPack:
         if lanes.reduce_replicate is None or self._source_grads is None:
             return Pending([])
         return lanes.reduce_replicate.reduce(
-            (self._in_source((begin, end)), replica)
-            for (begin, end), replica in self._replicate_segments()
-            if end > begin
+            (self._in_source(span), replica) for span, replica in self._replicate_segments()
         )
 
     def _replicate_segments(self) -> list[tuple[tuple[int, int], int]]:
@@ -428,7 +426,7 @@ class OwnedPack:
         """Forget local, travelling and reduced gradients."""
         self._grads, self._present, self._source_grads = None, set(), None
         for piece in self.pieces:
-            piece.grad = piece.grad_count = None
+            piece.drop_gradient()
 
 
 def _typed(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

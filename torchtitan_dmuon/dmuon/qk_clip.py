@@ -143,8 +143,9 @@ class QKClip:
         owned = {piece.fqn: piece for piece in runtime.owned}
         for layer, factors in zip(self.layers, gamma.split(heads), strict=True):
             for weights in layer.weights:
-                if weights.fqn in owned:
-                    _scale_heads(owned[weights.fqn].master, neuron_dim(owned[weights.fqn]), weights, factors)
+                if (piece := owned.get(weights.fqn)) is not None:
+                    _scale_heads(piece.master, neuron_dim(piece), weights, factors)
+                    piece.refresh_source()
 
 
 def _scale_heads(master: torch.Tensor, dim: int, weights: HeadWeights, factors: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from .lanes import Pending, Transfer
 from .mesh import Lanes, Layout
-from .storage import ALIGN_BYTES, DedicatedParam, Piece, placeholder
+from .storage import ALIGN_BYTES, DedicatedParam, Piece, accumulate, placeholder
 from .tensor_parallel import chunk_bounds, local_shape
 
 
@@ -85,14 +85,13 @@ class RowPack:
             same = piece.spec.master_dtype == piece.spec.param_dtype
             own = self._source[: piece.numel].view(piece.shape)
             piece.master = own if same else torch.empty(piece.shape, dtype=piece.spec.master_dtype, device=self.device)
+            piece.source = None if same else own
 
     @torch.no_grad()
-    def publish(self, lanes: Lanes) -> None:
-        """Bring this rank's source rows up to date with its master. Not collective."""
-        (piece,) = self.pieces
-        own = self._source[: piece.numel].view(piece.shape)
-        if own.data_ptr() != piece.master.data_ptr():
-            own.copy_(piece.master)
+    def publish(self, lanes: Lanes, refresh: bool) -> None:
+        """As ``OwnedPack.publish``; not collective."""
+        if refresh:
+            self.pieces[0].refresh_source()
 
     def wait_publish(self, lanes: Lanes) -> None:
         """Nothing is ever in flight."""
@@ -127,11 +126,7 @@ class RowPack:
         grad = dp.take_gradient().reshape(dp.local_shape[0], self._row_size)
         buffer = self._packed_gradients()
         for block, rows in zip(buffer, grad.split(self._max_rows), strict=False):  # no block for ranks without rows
-            slot = block[: rows.numel()].view(rows.shape)
-            if self._present:
-                slot.add_(rows)
-            else:
-                slot.copy_(rows)
+            accumulate(block[: rows.numel()].view(rows.shape), rows, add=self._present)
         self._present = True
 
     def _packed_gradients(self) -> torch.Tensor:
@@ -163,6 +158,8 @@ class RowPack:
                 self._deliver(own)
         else:
             self._travelling.add_(own)
+            if not lanes.staged:  # the piece's gradient is a view of it
+                self.pieces[0].note_arrival()
 
     def _deliver(self, own: torch.Tensor) -> None:
         (piece,) = self.pieces
@@ -185,4 +182,4 @@ class RowPack:
         """As ``OwnedPack.drop_gradients``."""
         self._grads, self._present, self._travelling = None, False, None
         for piece in self.pieces:
-            piece.grad = piece.grad_count = None
+            piece.drop_gradient()

@@ -79,23 +79,41 @@ class Runtime:
             for pack in unit.packs:
                 pack.wait_publish(self.lanes)
 
+    def collect_gradients(self) -> None:
+        """Reductions launched by backward go on to the owners; each piece's ``wait_gradient`` waits for its own."""
+        self._check_frozen()
+        self.schedule.collect_gradients()
+
     def wait_gradients(self) -> None:
         """Reductions launched by backward are finished; owners hold the averaged gradients."""
+        self._check_frozen()
+        self.schedule.wait_gradients()
+
+    def _check_frozen(self) -> None:
         for dp in self.params:
             if dp.param.requires_grad and not dp.spec.trainable:
                 raise RuntimeError(
                     f"{dp.fqn} was frozen when it was dedicated and now requires a gradient, for which nothing was "
                     "built; set requires_grad before dedicate_params"
                 )
-        self.schedule.wait_gradients()
 
-    def publish(self) -> None:
+    def begin_update(self) -> None:
+        """Masters and source weights are about to change: nothing reads them any more, and what is unsharded is
+        forgotten."""
+        self.schedule.invalidate_weights()
+        self.wait_publish()
+
+    def publish(self, refresh: bool = True) -> None:
         """Collective with replicas or tensor parallelism. The masters have changed: forget what is unsharded and bring
-        every source up to date; the units' next unshards wait for theirs."""
+        every source up to date; the units' next unshards wait for theirs.
+
+        Args:
+            refresh: whoever changed the masters has not called ``Piece.refresh_source``.
+        """
         self.schedule.invalidate_weights()
         for unit in self.units:
             for pack in unit.packs:
-                pack.publish(self.lanes)
+                pack.publish(self.lanes, refresh)
         if not self.replicate_async:
             self.wait_publish()
 

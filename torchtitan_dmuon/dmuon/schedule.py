@@ -62,7 +62,7 @@ class UnitSchedule:
         self.all_reduce_gradients = True
         self.phase = Phase.IDLE
         self._forward_order = {unit: index for index, unit in enumerate(self.cyclic)}
-        self._reduce_order = [*reversed(self.cyclic), *self.pinned]
+        self.reduce_order = [*reversed(self.cyclic), *self.pinned]  # in which gradients arrive
         self._cursor = 0  # unshards launched in this round of the cycle
         self._next_reduce = 0
         self._hold_reductions = False
@@ -230,8 +230,8 @@ class UnitSchedule:
     def _launch_reductions(self, only_complete: bool) -> None:
         if not self.sync_gradients:
             return
-        while self._next_reduce < len(self._reduce_order):
-            unit = self._reduce_order[self._next_reduce]
+        while self._next_reduce < len(self.reduce_order):
+            unit = self.reduce_order[self._next_reduce]
             if only_complete and not unit.gradients_complete:
                 return
             self._next_reduce += 1
@@ -271,14 +271,19 @@ class UnitSchedule:
 
     # ---------------------------------------------------------------- between passes
 
-    def wait_gradients(self) -> None:
-        """Collective with more than one stage. Every launched reduction is finished and accumulated on its owner."""
-        self._advance_stages(leave=0)
-        with self.lanes.side_stream("reduce"):
-            for unit in self._reduce_order:  # what passes without all_reduce_gradients have left behind
+    def collect_gradients(self) -> None:
+        """Collective with more than one stage. Every launched reduction goes on to its owner, beside the compute
+        stream: a piece's ``wait_gradient`` waits for the rest of its way."""
+        with self.lanes.side_stream("reduce", always=True):
+            self._advance_stages(leave=0)
+            for unit in self.reduce_order:  # what passes without all_reduce_gradients have left behind
                 unit.launch_replicate_stage()
-            for unit in self._reduce_order:
+            for unit in self.reduce_order:
                 unit.finish_stages()
+
+    def wait_gradients(self) -> None:
+        """As :meth:`collect_gradients`; the current stream waits for all of them."""
+        self.collect_gradients()
         self.lanes.join("reduce")
 
     def invalidate_weights(self) -> None:

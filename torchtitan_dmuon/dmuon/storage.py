@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .fsdp2 import local_tensor
 from .mesh import Layout
+from .ns_backend import fused_passes
 from .policy import ParamSpec
 from .tensor_parallel import local_shape
 
@@ -31,6 +32,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def accumulate(into: torch.Tensor, grad: torch.Tensor, add: bool) -> None:
+    """``into`` = ``grad``, or ``into`` += ``grad`` where ``add``, in the dtype of ``into``."""
+    fused = fused_passes(into.device)
+    if fused is not None and fused.accumulate(into, grad, add):
+        return
+    if add:
+        into.add_(grad)
+    else:
+        into.copy_(grad)
+
+
 class Piece:
     """What one rank owns of a parameter: all of it, a run of experts of a 3-D stack, or (``sharded_adamw``) a run of
     rows.
@@ -43,8 +55,12 @@ class Piece:
         shape: of the piece, not split by tensor parallelism (``sharded_adamw``: of this rank's rows).
         copies: number of ranks that hold the same piece; 1 but for replicated rows.
         master: the owner's weight [shape, master_dtype]; ``None`` elsewhere and before materialisation.
+        source: the same in ``param_dtype``, from which it is broadcast; ``None`` where that is the master itself or
+            tensor parallelism cuts it in parts. Whoever changes the master inside a step also changes this.
         grad: the owner's reduced gradient [shape, grad_dtype]; ``None`` elsewhere and while there is none.
         grad_count: 0-D tensor on the owner, zero when no rank had a gradient (then ``grad`` is all zeros).
+
+    ``grad`` may still be on its way: :meth:`wait_gradient` before it is read.
     """
 
     def __init__(self, dp: DedicatedParam, start: int, stop: int, owner: int, owner_rank: int, is_owned: bool):
@@ -57,8 +73,10 @@ class Piece:
         self.shape: tuple[int, ...] = (stop - start, *dp.shape[1:]) if dp.shape else ()
         self.copies = 1
         self.master: torch.Tensor | None = None
+        self.source: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.grad_count: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
 
     @property
     def fqn(self) -> str:
@@ -87,6 +105,26 @@ class Piece:
         else:
             self.grad.add_(grad)
             self.grad_count.add_(count)
+        self.note_arrival()
+
+    def note_arrival(self) -> None:
+        """The current stream has just written the gradient, or added to it in place."""
+        if self.grad.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def refresh_source(self) -> None:
+        """Bring ``source`` up to date with ``master``."""
+        if self.source is not None:
+            self.source.copy_(self.master)
+
+    def wait_gradient(self) -> None:
+        """Make the current stream wait for the gradient, which may have been delivered on another one."""
+        if self._arrived is not None:
+            self._arrived.wait()
+
+    def drop_gradient(self) -> None:
+        self.grad = self.grad_count = self._arrived = None
 
     def __repr__(self) -> str:
         part = "" if self.is_whole else f"[{self.start}:{self.stop}]"
