@@ -1,5 +1,9 @@
 """Whole training steps of the Llama models under AdamW, the all-gather Muon, and DMuon Z2 and Z3.
 
+``adamw-z2`` is the like of DMuon Z2: FSDP2 keeps the weights after forward. ``adamw-hot`` is a control: AdamW whose
+step also multiplies matrices, to no end, for as long as DMuon's Newton-Schulz; what its forward and backward take
+beyond AdamW's is the clock of a GPU that has come down under that load.
+
     python scripts/bench_step.py                                  one GPU
     torchrun --nproc-per-node 2 scripts/bench_step.py --profile   several, over NCCL
 
@@ -29,6 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import dmuon
+from dmuon import NewtonSchulz
 from models import get_model_args, get_model_spec
 from models.layers import parameter_seed
 from torchtitan_dmuon.config import JobConfig, load_config
@@ -38,7 +43,7 @@ from torchtitan_dmuon.optimizer import build_optimizer
 from torchtitan_dmuon.parallel import Meshes, ParallelDims, parallelize
 
 BATCHES = {"1B": 4, "3B": 2, "debugmodel": 1}  # sequences a rank
-OPTIMIZERS = ("adamw", "allgather", "dmuon-z2", "dmuon-z3")
+OPTIMIZERS = ("adamw", "adamw-z2", "adamw-hot", "allgather", "dmuon-z2", "dmuon-z3")
 
 
 class AllGatherMuon(torch.optim.Optimizer):
@@ -75,6 +80,27 @@ class AllGatherMuon(torch.optim.Optimizer):
         self._adamw.zero_grad(set_to_none)
 
 
+class Heat:
+    """Newton-Schulz on one matrix, again and again, as many operations as the matrices of a rank take.
+
+    Args:
+        matrices: shapes of all matrices that Muon would update.
+        ranks: among which they are shared.
+    """
+
+    _SIZE = 4096
+
+    def __init__(self, matrices: Iterable[tuple[int, ...]], ranks: int, device: torch.device) -> None:
+        self._newton_schulz = NewtonSchulz()
+        flops = sum(self._newton_schulz.flops(*shape, device) for shape in matrices) / ranks
+        self._times = round(flops / self._newton_schulz.flops(self._SIZE, self._SIZE, device))
+        self._x = self._newton_schulz.normalize(torch.randn(1, self._SIZE, self._SIZE, device=device))
+
+    def __call__(self) -> None:
+        for _ in range(self._times):
+            self._newton_schulz.iterate(self._x.clone())
+
+
 # ------------------------------------------------------------------ one variant
 
 
@@ -86,6 +112,7 @@ def configure(flavor: str, optimizer: str, arguments: argparse.Namespace) -> Job
         "optimizer.name": "DMuon" if optimizer.startswith("dmuon") else "AdamW",
         "optimizer.lr": "1e-3",
         "dmuon.mode": optimizer.removeprefix("dmuon-") if optimizer.startswith("dmuon") else "z3",
+        "parallelism.fsdp_reshard_after_forward": "never" if optimizer == "adamw-z2" else "default",
         "training.mixed_precision_param": precision,
         "activation_checkpoint.mode": "selective" if arguments.ac == "op" else arguments.ac,
         "activation_checkpoint.selective_ac_option": "op",
@@ -103,6 +130,7 @@ def build(config: JobConfig, meshes: Meshes, device: torch.device, optimizer: st
         model = spec.build(args)
     init_parameter = model.init_parameter
     matrices = {name for name, d in dmuon.classify(model, config.dmuon.min_matrix_dim).items() if d.muon}
+    shapes = [tuple(param.shape) for name, param in model.named_parameters() if name in matrices]
     parallelize(model, meshes, spec, config)
 
     def init(fqn: str, tensor: torch.Tensor) -> None:
@@ -114,7 +142,11 @@ def build(config: JobConfig, meshes: Meshes, device: torch.device, optimizer: st
         # torch.compile puts a module of its own around a block.
         names = {name for name, _ in model.named_parameters() if name.replace("_orig_mod.", "") in matrices}
         return model, AllGatherMuon(model, names, config.optimizer.lr), args.vocab_size
-    return model, build_optimizer(model, config), args.vocab_size
+    made = build_optimizer(model, config)
+    if optimizer == "adamw-hot":
+        heat = Heat(shapes, dist.get_world_size(), device)
+        made.register_step_post_hook(lambda *_: heat())
+    return model, made, args.vocab_size
 
 
 class Marks:

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What only a GPU shows: ./scripts/gpu_check.sh [pytest arguments]
 #
-# 1. The runtime's scenarios with 2 and 4 ranks on ONE GPU: gloo carries CUDA tensors, so streams, events and buffer
-#    lifetimes are real. Newton-Schulz runs in float16 and is held to float16 tolerances; what must be bitwise is.
-# 2. The tests marked gpu: kernels, random host delays on one rank.
-# 3. With two GPUs or more: the scenarios over NCCL, tensor parallelism and 200 steps with random delays among them.
+# 1. With two GPUs or more: the runtime's scenarios over NCCL, tensor parallelism and 200 steps with random delays among
+#    them. Newton-Schulz runs in float16 and is held to float16 tolerances; what must be bitwise is.
+# 2. The scenarios with 2 and 4 ranks on ONE GPU: gloo carries CUDA tensors, so streams, events and buffer lifetimes are
+#    real.
+# 3. The tests marked gpu: kernels, random host delays on one rank.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,12 +13,12 @@ PYTHON=${PYTHON:-python3}
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "error: gpu_check.sh needs a CUDA device"'
 
 status=0
+if (($("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') > 1)); then
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.nccl_scenarios || status=$?
+fi
 # Tensor parallelism is left to NCCL: DTensor's collectives crash over gloo on CUDA (torch 2.11).
 DMUON_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -p no:cacheprovider -m dist -k "not tp and not x2" "$@" \
     tests/dmuon/test_muon.py tests/dmuon/test_schedule.py tests/dmuon/test_meshes.py tests/dmuon/test_storage.py \
     tests/dmuon/test_state_dict.py tests/dmuon/test_materialize.py || status=$?
 DMUON_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "$@" tests || status=$?
-if (($("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') > 1)); then
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.nccl_scenarios || status=$?
-fi
 exit "$status"

@@ -18,7 +18,7 @@ def test_smoke(tmp_path, world):
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / f"step_{world}.json").read_text())["rows"]
-    assert [row[1] for row in rows] == ["adamw", "allgather", "dmuon-z2", "dmuon-z3"]
+    assert [row[1] for row in rows] == ["adamw", "adamw-z2", "adamw-hot", "allgather", "dmuon-z2", "dmuon-z3"]
     for _, _, step, forward, backward, optimizer, *_ in rows:
         assert min(forward, backward, optimizer) > 0
         assert step >= max(forward, backward, optimizer)
