@@ -5,7 +5,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from tests.dmuon.harness import build, full_gradients, train
+from dmuon import Block, HeadWeights, QKClip, QKClipLayer, split_interleaved, split_sizes
+from tests.dmuon.harness import EVERY_ROUTE, build, data_rank, full_gradients, full_tensor, full_weights, train
 from tests.oracle import ToyModel, batch, is_proj, loss_of
 from tests.pool import distributed
 
@@ -140,3 +141,49 @@ def test_memory_of_packed_buffers(rank, world, mode):
     optimizer.step()
     assert resident() == [False] * 4
     assert all(piece.grad is None for pack in packs for piece in pack.owned)
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=["1-D", "2x2", "tp2"])
+@pytest.mark.parametrize("route", ["one matrix", "blocks", "normuon", "qk-clip"])
+@distributed(world=4)
+def test_forward_reads_the_new_masters(rank, world, mesh, route):
+    """Whoever changes a master also changes what is sent of it, in the compute dtype: Muon on matrices and on blocks,
+    AdamW on owned weights and on shared rows, QK-clip."""
+    policy = EVERY_ROUTE["param_policy"]
+    blocks = [
+        {"name": "up_proj.weight", "set": {"blocks": split_interleaved(4, (2, 7))}},
+        {"name": "down_proj.weight", "set": {"blocks": split_sizes((4, 16))}},
+    ]
+    policy = {
+        "defaults": {**policy["defaults"], "param_dtype": torch.bfloat16},
+        "overrides": [*policy["overrides"], *(blocks if route == "blocks" else [])],
+    }
+    maxima = [torch.zeros(4) for _ in range(3)]
+    muon = {"normuon": route == "normuon"}
+    if route == "qk-clip":
+        heads = [HeadWeights(f"layers.{index}.q_proj.weight", Block(0, 5, 4, 5), 0.5) for index in range(3)]
+        muon["qk_clip"] = QKClip([QKClipLayer(*layer) for layer in zip(maxima, [(h,) for h in heads], strict=True)])
+    model, optimizer = build(world, mesh=mesh, muon=muon, **{**EVERY_ROUTE, "param_policy": policy})
+    shown = {}
+
+    def noting(prefix):
+        def note(module, args):  # runs after the runtime's own hook
+            for name, param in model.named_parameters():
+                if name.startswith("layers") == bool(prefix) and name.startswith(prefix):
+                    shown[name] = full_tensor(param.detach()).clone()
+
+        return note
+
+    for name, module in (("", model), *((f"layers.{i}.", layer) for i, layer in enumerate(model.layers))):
+        module.register_forward_pre_hook(noting(name))
+    before = full_weights(model)
+    for step in range(2):
+        train(model, optimizer, 1, data_rank(rank, mesh), start=step)
+        for layer in maxima:
+            layer.fill_(500.0)
+    model(batch(2, data_rank(rank, mesh))[0])
+    weights = full_weights(model)
+    assert shown.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert not torch.equal(weight, before[name]), name
+        assert torch.equal(shown[name], weight.to(torch.bfloat16)), name
