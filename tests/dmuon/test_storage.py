@@ -176,14 +176,22 @@ def test_forward_reads_the_new_masters(rank, world, mesh, route):
 
     for name, module in (("", model), *((f"layers.{i}.", layer) for i, layer in enumerate(model.layers))):
         module.register_forward_pre_hook(noting(name))
-    before = full_weights(model)
+
+    def compare():
+        shown.clear()
+        model(batch(2, data_rank(rank, mesh))[0])
+        weights = full_weights(model)
+        assert shown.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(shown[name], weight.to(torch.bfloat16)), name
+        return weights
+
+    before = compare()
     for step in range(2):
         train(model, optimizer, 1, data_rank(rank, mesh), start=step)
         for layer in maxima:
             layer.fill_(500.0)
-    model(batch(2, data_rank(rank, mesh))[0])
-    weights = full_weights(model)
-    assert shown.keys() == weights.keys()
-    for name, weight in weights.items():
-        assert not torch.equal(weight, before[name]), name
-        assert torch.equal(shown[name], weight.to(torch.bfloat16)), name
+    after = compare()
+    assert not any(torch.equal(after[name], weight) for name, weight in before.items())
+    dmuon.set_model_state_dict(model, before, full_state_dict=True)
+    compare()
