@@ -29,29 +29,29 @@ class Pending:
 
     Args:
         works: the collectives.
-        inputs: tensors they read until they have finished.
+        tensors: what they read and write, to be kept until they have finished.
         copies: (to, from), made when they have finished.
     """
 
     def __init__(
         self,
         works: list[dist.Work],
-        inputs: Iterable[torch.Tensor] = (),
+        tensors: Iterable[torch.Tensor] = (),
         copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         self._works = works
-        self._inputs = list(inputs)
+        self._tensors = list(tensors)
         self._copies = list(copies)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        for tensor in self._inputs:
-            if tensor.is_cuda:  # it may have been made on another stream than the one that knows when it was read
+        for tensor in self._tensors:
+            if tensor.is_cuda:  # it may have been made on another stream than this one, which knows when they are done
                 tensor.record_stream(torch.cuda.current_stream())
         for to, origin in self._copies:
             to.copy_(origin)
-        self._works, self._inputs, self._copies = [], [], []
+        self._works, self._tensors, self._copies = [], [], []
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,17 @@ class Lane:
     def broadcast(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
         """Collective. Each ``(tensor, source)`` is filled from the rank ``source`` of this group: there from the next
         tensor of ``own``, or it holds its values already."""
-        segments = list(segments)
-        held = self._own(segments)
-        own = held if own is None else own
+        segments, held, own = self._with_own(segments, own)
         if self.size > 1 and self._uneven:
-            works = []
-            for parts, part in self._rounds(segments, own):
-                whole = _adjacent(parts)
-                if whole is not None:
-                    work = dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
-                else:
-                    work = dist.all_gather(_unlike(parts), part, group=self.group, async_op=True)
-                works.append(work)
-            return Pending(works, own)
+            return Pending(
+                [
+                    dist.all_gather(parts, part, group=self.group, async_op=True)
+                    if whole is None
+                    else dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
+                    for parts, whole, part in self._rounds(segments, own)
+                ],
+                own,
+            )
         for to, origin in zip(held, own, strict=True):
             if to is not origin:
                 to.copy_(origin)
@@ -115,33 +113,37 @@ class Lane:
     def reduce(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
         """Collective. Each ``(tensor, destination)`` is summed onto the rank ``destination`` of this group: there into
         the next tensor of ``own``, or in place. All other tensors are undefined afterwards."""
-        segments = list(segments)
-        held = self._own(segments)
-        own = held if own is None else own
+        segments, held, own = self._with_own(segments, own)
+        tensors = [*own, *(tensor for tensor, _ in segments)]
         if self.size > 1 and self._uneven:
-            works = []
-            for parts, part in self._rounds(segments, own):
-                whole = _adjacent(parts)
-                if whole is not None:
-                    work = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
-                else:
-                    work = dist.reduce_scatter(part, _unlike(parts), group=self.group, async_op=True)
-                works.append(work)
-            return Pending(works, [tensor for tensor, _ in segments])
+            return Pending(
+                [
+                    dist.reduce_scatter(part, parts, group=self.group, async_op=True)
+                    if whole is None
+                    else dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
+                    for parts, whole, part in self._rounds(segments, own)
+                ],
+                tensors,
+            )
         works = []
         if self.size > 1:
             works = [dist.reduce(t, group=self.group, group_dst=r, async_op=True) for t, r in segments if t.numel()]
         copies = [(to, origin) for to, origin in zip(own, held, strict=True) if to is not origin]
-        return Pending(works, [tensor for tensor, _ in segments], copies)
+        return Pending(works, tensors, copies)
 
-    def _own(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
-        return [tensor for tensor, rank in segments if rank == self.rank]
+    def _with_own(
+        self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None
+    ) -> tuple[list[Segment], list[torch.Tensor], Sequence[torch.Tensor]]:
+        """(the segments, this rank's among them, ``own``, by default these)."""
+        segments = list(segments)
+        held = [tensor for tensor, rank in segments if rank == self.rank]
+        return segments, held, held if own is None else own
 
     def _rounds(
         self, segments: Sequence[Segment], own: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """The segments in as few rounds as there are of one rank: (every rank's part, this rank's of ``own``). Empty
-        where a rank has none."""
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]]:
+        """The segments in as few rounds as there are of one rank: (every rank's part, all of them as one view where
+        that is possible, this rank's of ``own``). Empty where a rank has none."""
         of_rank: dict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor, rank in segments:
             of_rank[rank].append(tensor)
@@ -149,7 +151,7 @@ class Lane:
             empty = segments[0][0].new_empty(0)
             parts = [of_rank[rank][index] if index < len(of_rank[rank]) else empty for rank in range(self.size)]
             if any(part.numel() for part in parts):
-                yield parts, own[index] if index < len(own) else empty
+                yield _unlike(parts), _adjacent(parts), own[index] if index < len(own) else empty
 
     def exchange(
         self, output: torch.Tensor, output_sizes: list[int], sent: torch.Tensor, sent_sizes: list[int]
@@ -165,7 +167,7 @@ class Lane:
 
     def reduce_scatter(self, output: torch.Tensor, parts: torch.Tensor) -> Pending:
         """Collective. ``output`` [n] gets the sum of this rank's part of ``parts`` [size * n]."""
-        return Pending([dist.reduce_scatter_tensor(output, parts, group=self.group, async_op=True)], (parts,))
+        return Pending([dist.reduce_scatter_tensor(output, parts, group=self.group, async_op=True)], (output, parts))
 
     def launch_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Collective. Sum ``tensor`` in place over the group."""

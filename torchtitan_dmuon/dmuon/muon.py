@@ -156,17 +156,12 @@ class Muon(torch.optim.Optimizer):
     ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], Piece]]]:
         """The stacks and the AdamW pieces of this rank, each with its group; their state is created here. What arrives
         last in backward comes last in its stack, and the largest stack first: the step begins meanwhile."""
-        arrival: dict[Piece, int] = {}
-        pieces: dict[nn.Parameter, list[Piece]] = defaultdict(list)
-        for place, unit in enumerate(self.runtime.schedule.reduce_order):
-            for piece in unit.owned:
-                if piece.spec.trainable:
-                    arrival[piece] = place
-                    pieces[piece.param].append(piece)
+        arriving = [piece for unit in self.runtime.schedule.reduce_order for piece in unit.owned]
         stacks, adamw_pieces = [], []
         for group in self.param_groups:
             by_shape: dict[tuple, list[MatrixView]] = defaultdict(list)
-            for piece in (piece for param in group["params"] for piece in pieces.get(param, ())):
+            params = set(group["params"])
+            for piece in (piece for piece in arriving if piece.spec.trainable and piece.param in params):
                 if piece.spec.route == "muon":
                     for view in self._matrix_views(piece):
                         dtypes = (piece.spec.optim_dtype, None if piece.source is None else piece.source.dtype)
@@ -175,9 +170,7 @@ class Muon(torch.optim.Optimizer):
                     state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
                     self.state[piece.param].update({state_key(piece, name): value for name, value in state.items()})
                     adamw_pieces.append((group, piece))
-            for views in by_shape.values():
-                views.sort(key=lambda view: arrival[view.piece])
-                stacks.append((group, MatrixStack(views)))
+            stacks += [(group, MatrixStack(views)) for views in by_shape.values()]
         stacks.sort(key=lambda entry: entry[1].count * math.prod(entry[1].shape), reverse=True)
         return stacks, adamw_pieces
 

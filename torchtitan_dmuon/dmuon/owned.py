@@ -336,8 +336,6 @@ class OwnedPack:
         pending.wait()
         factor = self._divide_factor()
         for segment in own:
-            if segment.is_cuda:
-                segment.record_stream(torch.cuda.current_stream())
             if factor != 1.0:
                 segment.div_(factor)
         if self._source_grads is None:
@@ -348,10 +346,6 @@ class OwnedPack:
         else:
             for total, segment in zip(self._source_grads, own, strict=True):
                 total.add_(segment)
-            if not lanes.staged:  # the pieces' gradients are views of it
-                for piece in self.owned:
-                    if piece.spec.trainable:
-                        piece.note_arrival()
 
     def _in_source(self, grads: tuple[int, int]) -> torch.Tensor:
         """The part of the source gradients that has the packed range ``grads``."""

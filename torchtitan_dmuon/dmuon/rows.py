@@ -141,15 +141,13 @@ class RowPack:
         grads[:, -1] = 1.0 if self._present else 0.0
         self._grads, self._present = None, False
         if lanes.reduce.size == 1:
-            return Pending([]), grads[0]
+            return Pending([], [grads]), grads[0]
         output = torch.empty_like(grads[0])
         return lanes.reduce.reduce_scatter(output, grads.view(-1)), output
 
     def finish_shard_stage(self, lanes: Lanes, pending: Pending, own: torch.Tensor) -> None:
         """As ``OwnedPack.finish_shard_stage``."""
         pending.wait()
-        if own.is_cuda:
-            own.record_stream(torch.cuda.current_stream())
         if (factor := self._divide_factor()) != 1.0:
             own.div_(factor)
         if self._travelling is None:
@@ -158,8 +156,6 @@ class RowPack:
                 self._deliver(own)
         else:
             self._travelling.add_(own)
-            if not lanes.staged:  # the piece's gradient is a view of it
-                self.pieces[0].note_arrival()
 
     def _deliver(self, own: torch.Tensor) -> None:
         (piece,) = self.pieces

@@ -59,6 +59,7 @@ class Piece:
             tensor parallelism cuts it in parts. Whoever changes the master inside a step also changes this.
         grad: the owner's reduced gradient [shape, grad_dtype]; ``None`` elsewhere and while there is none.
         grad_count: 0-D tensor on the owner, zero when no rank had a gradient (then ``grad`` is all zeros).
+        arrived: on CUDA, when ``grad`` is complete.
 
     ``grad`` may still be on its way: :meth:`wait_gradient` before it is read.
     """
@@ -76,7 +77,7 @@ class Piece:
         self.source: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.grad_count: torch.Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self.arrived: torch.cuda.Event | None = None
 
     @property
     def fqn(self) -> str:
@@ -105,13 +106,6 @@ class Piece:
         else:
             self.grad.add_(grad)
             self.grad_count.add_(count)
-        self.note_arrival()
-
-    def note_arrival(self) -> None:
-        """The current stream has just written the gradient, or added to it in place."""
-        if self.grad.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
 
     def refresh_source(self) -> None:
         """Bring ``source`` up to date with ``master``."""
@@ -120,11 +114,11 @@ class Piece:
 
     def wait_gradient(self) -> None:
         """Make the current stream wait for the gradient, which may have been delivered on another one."""
-        if self._arrived is not None:
-            self._arrived.wait()
+        if self.arrived is not None:
+            self.arrived.wait()
 
     def drop_gradient(self) -> None:
-        self.grad = self.grad_count = self._arrived = None
+        self.grad = self.grad_count = self.arrived = None
 
     def __repr__(self) -> str:
         part = "" if self.is_whole else f"[{self.start}:{self.stop}]"

@@ -160,6 +160,8 @@ class Unit:
             for pack, pending, grads in self._reductions.popleft():
                 pack.finish_shard_stage(self.lanes, pending, grads)
             self.travelling = self.lanes.staged
+            if not self.travelling:
+                self._note_arrival()
 
     def launch_replicate_stage(self) -> None:
         """Collective. Send on to the owners' replica what the shard stages have gathered."""
@@ -171,7 +173,17 @@ class Unit:
         """Collective. Wait for the replicate stage; gather tensor-parallel shards on the owners."""
         for pack, pending in self._stages:
             pack.finish_stages(self.lanes, pending)
+        if self._stages:
+            self._note_arrival()
         self._stages = []
+
+    def _note_arrival(self) -> None:
+        """The current stream has written the gradients of the owned pieces, or added to them."""
+        if self.lanes.unshard.device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+            for piece in self.owned:
+                piece.arrived = arrived
 
     def drop_gradients(self) -> None:
         """Wait for what is in flight and forget every gradient of this unit."""
