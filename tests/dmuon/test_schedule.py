@@ -9,9 +9,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_gradients, full_weights, train, weights_of
+from tests.dmuon.harness import (
+    EVERY_ROUTE,
+    assert_same,
+    build,
+    data_rank,
+    full_gradients,
+    full_weights,
+    train,
+    weights_of,
+)
 from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
+from torchtitan_dmuon.dmuon.unit import Unit
 
 # ------------------------------------------------------------------ programs: (model, rank) -> runs its own backward
 
@@ -398,3 +408,28 @@ def test_zero_grad_recovers_from_a_forward_and_a_backward_that_raised(rank, worl
     expected = {n: w for n, w in weights_of(oracle).items() if is_proj(n, w)}
     actual = full_weights(model)
     assert_same({n: actual[n] for n in expected}, expected)
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=["1-D", "2x2", "tp2"])
+@distributed(world=4)
+def test_arrival_is_noted_when_a_gradient_is_complete(rank, world, mesh):
+    """What a piece's event would stand for: after the last note nothing is added any more, micro-batches or not."""
+    model, optimizer = build(world, mesh=mesh, **EVERY_ROUTE)
+    noted, original = {}, Unit._note_arrival
+
+    def note(unit):
+        original(unit)
+        noted.update({piece: None if piece.grad is None else piece.grad.clone() for piece in unit.owned})
+
+    Unit._note_arrival = note
+    try:
+        for step in range(2):
+            tokens, labels = batch(step, data_rank(rank, mesh))
+            loss_of(model(tokens), labels).backward()
+        optimizer.runtime.collect_gradients()
+    finally:
+        Unit._note_arrival = original
+    owned = optimizer.runtime.owned
+    assert noted.keys() == set(owned)
+    for piece in owned:
+        assert torch.equal(noted[piece], piece.grad), piece
