@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.dmuon.harness import DEVICE, assert_same, build, flat_mesh, full_weights, train
+from tests.dmuon.harness import DEVICE, assert_same, build, flat_mesh, full_tensor, full_weights, train
 from tests.oracle import ToyModel, is_proj
 from tests.pool import distributed
 
@@ -87,7 +87,7 @@ def test_undedicated_models(rank, world):
     assert_same({n: p.detach() for n, p in plain.named_parameters()}, expected, atol=0, rtol=0)
     fully_shard(sharded, mesh=flat_mesh(world))
     dmuon.materialize(sharded, init, torch.device(DEVICE))
-    assert_same({n: p.detach().full_tensor() for n, p in sharded.named_parameters()}, expected, atol=0, rtol=0)
+    assert_same({n: full_tensor(p.detach()) for n, p in sharded.named_parameters()}, expected, atol=0, rtol=0)
 
 
 @distributed(world=2)

@@ -14,8 +14,10 @@ from tests.dmuon.harness import (
     data_rank,
     full_gradients,
     full_weights,
+    needs_dtensor_collectives,
     train,
     unique_names,
+    usable,
     weights_of,
 )
 from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
@@ -58,7 +60,7 @@ def test_one_owner_in_the_whole_grid(rank, world):
     """Each matrix has one master, one momentum and one Newton-Schulz per step in the world; replicas hold only the
     compute dtype."""
     policy = {**TYPE_SPLIT, "defaults": {"route": "adamw", "param_dtype": torch.bfloat16}}
-    for shape in ((2, 2, 1), (1, 2, 2), (2, 1, 2)):
+    for shape in usable([(2, 2, 1), (1, 2, 2), (2, 1, 2)]):
         counting = CountingNewtonSchulz()
         options = {"muon": {"ns_backend": counting}, "param_policy": policy}
         model, optimizer = build(world, odd_model(), all_routes, mesh=shape, shard=False, **options)
@@ -84,7 +86,7 @@ def test_one_owner_in_the_whole_grid(rank, world):
 
 @distributed(world=4)
 def test_the_owners_gradient_is_the_global_mean(rank, world):
-    for shape in MESHES.values():
+    for shape in usable(MESHES.values()):
         model, optimizer = build(world, odd_model(), mesh=shape)
         tokens, labels = batch(0, data_rank(rank, shape))
         loss_of(model(tokens), labels).backward()
@@ -112,7 +114,7 @@ def test_asynchronous_publish_is_bitwise(rank, world, mesh):
 
 @distributed(world=4)
 def test_z2_equals_z3_bitwise(rank, world):
-    for shape in MESHES.values():
+    for shape in usable(MESHES.values()):
         results = []
         for mode in ("z2", "z3"):
             model, optimizer = build(world, odd_model(), mesh=shape, mode=mode)
@@ -339,6 +341,7 @@ def test_the_trainers_collectives_in_between(rank, world, policy):
     assert len(own) == (4 if policy == "isolated" else 2)
 
 
+@needs_dtensor_collectives
 @distributed(world=4)
 def test_meshes_that_do_not_fit_are_refused(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
