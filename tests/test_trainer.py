@@ -96,6 +96,16 @@ def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(fo
         assert alone.steps[step] == pytest.approx(values, abs=2e-4), step
 
 
+def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folder):
+    """Everything dedicated: what enters the first block is a collective's result that nobody has waited for."""
+    mesh = {"parallelism__tensor_parallel_degree": 2, "dmuon__others": "dedicated", "checkpoint__enable": False}
+    eager = train(2, *tiny(folder, **mesh), fresh=True)
+    run = train(2, *tiny(folder, **mesh, compile__enable=True, compile__backend="aot_eager"), fresh=True)
+    assert run.codes == [0, 0], run.output
+    for step, values in eager.steps.items():
+        assert run.steps[step] == pytest.approx(values, abs=2e-4), step
+
+
 def test_accumulation_does_not_change_the_losses(folder):
     """The same global batch in 1 and in 4 micro-batches a rank, ragged documents included."""
     runs = [

@@ -13,7 +13,16 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from tests.dmuon.harness import assert_same, build, full_weights, sharded_parameters, train, weights_of
+from tests.dmuon.harness import (
+    EVERY_ROUTE,
+    assert_same,
+    build,
+    data_rank,
+    full_weights,
+    sharded_parameters,
+    train,
+    weights_of,
+)
 from tests.dmuon.test_meshes import TYPE_SPLIT
 from tests.oracle import Block, OracleMuon, ToyModel, batch, is_proj, train_one_process
 from tests.pool import distributed
@@ -125,6 +134,20 @@ def test_compiled_blocks_equal_eager(rank, world, recompute, mode):
 @distributed(world=4)
 def test_compiled_blocks_under_hsdp(rank, world):
     check(rank, world, mesh=(2, 2, 1))
+
+
+@pytest.mark.parametrize("routes", ["fsdp2", "dedicated"])
+@distributed(world=2)
+def test_compiled_blocks_under_tensor_parallelism(rank, world, routes):
+    """What a graph reads are DTensors over views of one buffer."""
+    mesh, options = (1, 1, 2), EVERY_ROUTE if routes == "dedicated" else {}
+    model, optimizer = build(world, mesh=mesh, muon={"adamw_lr": 0.02}, **options)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    train(model, optimizer, STEPS, data_rank(rank, mesh))
+    oracle = ToyModel()
+    train_one_process(oracle, OracleMuon(oracle, is_proj, adamw_lr=0.02), STEPS, 1)
+    assert_same(full_weights(model), weights_of(oracle))
 
 
 @pytest.fixture(scope="module")

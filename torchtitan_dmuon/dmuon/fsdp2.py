@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
@@ -135,6 +136,24 @@ def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Te
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's data: of a DTensor the local tensor itself (``to_local`` gives a view)."""
     return param._local_tensor if isinstance(param, DTensor) else param
+
+
+class _Arrived(torch.autograd.Function):
+    """The tensor itself, once the collective that makes it has finished."""
+
+    @staticmethod
+    def forward(ctx, tensor: AsyncCollectiveTensor) -> torch.Tensor:
+        return tensor.trigger_wait()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, and where tensor parallelism has left the wait for it to its first use, a plain one: into a compiled
+    region the other kind goes without a gradient coming out (torch 2.13, 2.14)."""
+    return _Arrived.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:

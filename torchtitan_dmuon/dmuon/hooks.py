@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .fsdp2 import arrived
 from .schedule import Phase, UnitSchedule
 from .storage import DedicatedParam
 from .unit import Pack, Unit
@@ -102,6 +103,7 @@ def _pre_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
     @torch.compiler.disable
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         schedule.enter_unit(unit)
+        args, kwargs = map_tensors(arrived, args), map_tensors(arrived, kwargs)
         if unit.input_dtype is None:
             return args, kwargs
         cast = _caster(unit.input_dtype)

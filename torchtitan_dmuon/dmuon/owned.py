@@ -113,7 +113,7 @@ class OwnedPack:
         self._packed = self._source
         if not self.always_unsharded:
             self._packed = torch.empty(self._weight_end, dtype=torch.uint8, device=self.device)
-        self._views = [
+        self.views = [
             _typed(self._packed, self._weight_offset[dp.pieces[0]], dp.spec.param_dtype, dp.local_shape)
             for dp in self.params
         ]
@@ -239,7 +239,7 @@ class OwnedPack:
 
     def install(self) -> None:
         """Let the parameters show their weights."""
-        for dp, view in zip(self.params, self._views, strict=True):
+        for dp, view in zip(self.params, self.views, strict=True):
             dp.show(view)
 
     def conceal(self) -> None:

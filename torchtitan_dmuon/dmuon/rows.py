@@ -41,7 +41,7 @@ class RowPack:
         dtype = dp.spec.param_dtype
         self._source = torch.zeros(self._max_rows * self._row_size, dtype=dtype, device=self.device)
         self._packed = torch.empty(ranks * self._max_rows * self._row_size, dtype=dtype, device=self.device)
-        self._view = self._packed[: math.prod(shape)].view(shape)
+        self.views = [self._packed[: math.prod(shape)].view(shape)]
         self._placeholder = placeholder(shape, dtype, self.device)
         # One more (aligned) element per rank counts the ranks that had a gradient.
         self._block = self._max_rows * self._row_size + ALIGN_BYTES // dp.spec.grad_dtype.itemsize
@@ -105,7 +105,7 @@ class RowPack:
         return lanes.unshard.all_gather(self._packed, self._source)
 
     def install(self) -> None:
-        self.params[0].show(self._view)
+        self.params[0].show(self.views[0])
 
     def conceal(self) -> None:
         self.params[0].show(self._placeholder)

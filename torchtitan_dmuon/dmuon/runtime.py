@@ -29,7 +29,7 @@ from .owned import OwnedPack
 from .policy import ParamSpec, boundary_dtypes, resolve_specs
 from .rows import RowPack
 from .schedule import UnitSchedule
-from .storage import DedicatedParam, Piece, placeholder
+from .storage import DedicatedParam, Piece
 from .tensor_parallel import sharded_dim
 from .unit import Pack, Unit
 
@@ -415,12 +415,15 @@ def _take_over(pack: Pack, materialised: bool) -> None:
                 if piece.is_owned:
                     weight = fsdp2.local_tensor(dp.param) if dp.spec.route == "sharded_adamw" else full
                     piece.master.copy_(weight if piece.is_whole else weight[piece.start : piece.stop])
-    for dp in pack.params:
-        shown: torch.Tensor = placeholder(dp.local_shape, dp.spec.param_dtype, pack.device)
+    for dp, view in zip(pack.params, pack.views, strict=True):
+        dp.param.grad = None  # as fully_shard does: it belongs to a parameter that is no more
+        shown: torch.Tensor = view
         if isinstance(dp.param, DTensor):
+            # A DTensor takes the storage offset of the tensor it is made of, once: torch.compile (before 2.14) fails
+            # where that is not the offset of what it holds.
             strides = torch.empty(dp.shape, device="meta").stride()
             mesh, placements = dp.param.device_mesh, dp.param.placements
-            shown = DTensor.from_local(shown, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
+            shown = DTensor.from_local(view, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
         if dp.param.is_meta or isinstance(dp.param, DTensor):
             # Unlike .data, this can change meta into a real device, and the Parameter stays the same object.
             torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
