@@ -20,7 +20,7 @@ from tests.dmuon.harness import (
     train,
     weights_of,
 )
-from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.oracle import Block, OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.unit import Unit
 
@@ -37,6 +37,42 @@ def forward_forward_backward_backward(model, rank):
     first, second = loss_of(model(t1), l1), loss_of(model(t2), l2)
     second.backward()
     first.backward()
+
+
+def three_forwards_two_backwards(model, rank):
+    first, second, third = (loss_of(model(tokens), labels) for tokens, labels in (batch(i, rank) for i in (1, 2, 3)))
+    second.backward()
+    (first + third).backward()
+
+
+def backward_that_raised_before(model, rank):
+    """Nobody calls zero_grad; what came before it raised stays, as in plain PyTorch."""
+
+    class Breaking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("planned")
+
+    (t1, l1), (t2, l2) = batch(1, rank), batch(2, rank)
+    handle = model.layers[1].norm.register_forward_hook(lambda m, a, out: Breaking.apply(out))
+    with pytest.raises(ArithmeticError):
+        loss_of(model(t1), l1).backward()
+    handle.remove()
+    loss_of(model(t2), l2).backward()
+
+
+def autocast_around_micro_batches(model, rank):
+    """Autocast keeps what it has cast until its end."""
+    (t1, l1), (t2, l2), (t3, l3) = (batch(i, rank) for i in (1, 2, 3))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss_of(model(t1), l1).backward()
+        first, second = loss_of(model(t2), l2), loss_of(model(t3), l3)
+        first.backward()
+        second.backward()
 
 
 def eval_between(model, rank):
@@ -110,6 +146,24 @@ class PairCheckpointed(ToyModel):
         return self.lm_head(self.norm(self.layers[2](x)))
 
 
+class CallsOthers(ToyModel):
+    """The last layer runs the ones before it."""
+
+    class Outer(Block):
+        def forward(self, x):
+            for other in self.others:
+                x = other(x)
+            return super().forward(x)
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.layers[2].__class__ = self.Outer
+        self.layers[2].others = [self.layers[i] for i in (0, 1, 0)]  # a list, so they are not its children
+
+    def forward(self, tokens):
+        return self.lm_head(self.norm(self.layers[2](self.embed(tokens))))
+
+
 @dataclasses.dataclass
 class Hidden:
     states: dict
@@ -148,12 +202,14 @@ def plain(model, rank):
 PROGRAMS = [
     two_forwards_one_backward,
     forward_forward_backward_backward,
+    three_forwards_two_backwards,
     eval_between,
     retained_graph,
     submodule_called_without_the_root,
     out_of_order,
 ]
-MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs]
+OWN_PROGRAMS = [backward_that_raised_before, autocast_around_micro_batches]  # FSDP2 itself does not bear them
+MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs, CallsOthers]
 
 
 def oracle_gradients(model_class, program, world, **kwargs):
@@ -189,6 +245,110 @@ def test_programs(rank, world, mode):
         # FSDP2 itself does not support entering layers without the root.
         fsdp2 = program not in (submodule_called_without_the_root, out_of_order)
         check_program(ToyModel, program, rank, world, mode, fsdp2)
+    for program in OWN_PROGRAMS:
+        check_program(ToyModel, program, rank, world, mode, fsdp2=False)
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=2)
+def test_programs_of_a_looped_model(rank, world, mode):
+    for program in (*PROGRAMS, *OWN_PROGRAMS):
+        check_program(Twice, program, rank, world, mode, fsdp2=False)
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=2)
+def test_zero_grad_between_forward_and_backward(rank, world, mode):
+    """It forgets gradients, not forwards."""
+    for model_class in (ToyModel, Twice):
+        model, optimizer = build(world, model_class(), mode=mode, shard=False)
+        for _ in range(2):
+            (t1, l1), (t2, l2) = batch(1, rank), batch(2, rank)
+            plain(model, rank)
+            loss = loss_of(model(t1), l1) + 2 * loss_of(model(t2), l2)
+            optimizer.zero_grad()
+            loss.backward()
+            expected = oracle_gradients(model_class, two_forwards_one_backward, world)
+            expected = {n: g for n, g in expected.items() if is_proj(n, g)}
+            assert_same({n: g for n, g in full_gradients(model).items() if n in expected}, expected, atol=2e-6)
+            optimizer.zero_grad()
+
+
+class Uneven(ToyModel):
+    """``dropped`` layers give back what they get; ``again`` runs the last one twice in a row."""
+
+    class Droppable(Block):
+        dropped = False
+
+        def forward(self, x):
+            return x if self.dropped else super().forward(x)
+
+    def __init__(self, dropped=(), again=False, **kwargs):
+        super().__init__(**kwargs)
+        self.again = again
+        for index, layer in enumerate(self.layers):
+            layer.__class__ = self.Droppable
+            layer.dropped = index in dropped
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in [*self.layers, *([self.layers[-1]] if self.again else [])]:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=2)
+def test_what_only_one_rank_does_inside_its_layers(rank, world, mode):
+    """A layer dropped inside itself, or run twice in a row, on one rank only: nobody waits for ever."""
+    for odd in ({"dropped": (1,)}, {"dropped": (5,)}, {"dropped": (0, 3)}, {"again": True}):
+        model, optimizer = build(world, Uneven(layers=6, **(odd if rank else {})), mode=mode, shard=False)
+        for step in range(2):
+            tokens, labels = batch(step, rank)
+            loss_of(model(tokens), labels).backward()
+            expected = dict.fromkeys((n for n, p in model.named_parameters() if is_proj(n, p)), 0)
+            for r in range(world):
+                oracle = Uneven(layers=6, **(odd if r else {}))
+                tokens, labels = batch(step, r)
+                (loss_of(oracle(tokens), labels) / world).backward()
+                for name in expected:
+                    grad = oracle.get_parameter(name).grad
+                    expected[name] += 0 if grad is None else grad
+            actual = full_gradients(model)
+            assert_same({name: actual[name] for name in expected}, expected, atol=2e-6)
+            optimizer.zero_grad()
+
+
+@distributed(world=2)
+def test_replicas_hear_of_the_last_micro_batch_only(rank, world):
+    """Also of what is still on its way when the last one begins."""
+    model, _ = build(world, ToyModel(layers=6), mesh=(2, 1, 1), optimizer=False, shard=False)
+    sent = []
+    for unit in model._dmuon_runtime.units:
+        original = unit.launch_replicate_stage
+        unit.launch_replicate_stage = lambda unit=unit, original=original: (
+            sent.append(unit.name) if unit.travelling else None,
+            original(),
+        )
+    for micro_batch in range(4):
+        dmuon.set_requires_all_reduce(model, micro_batch == 3)
+        tokens, labels = batch(micro_batch, rank)
+        loss_of(model(tokens), labels).backward()
+    model._dmuon_runtime.wait_gradients()
+    assert sorted(sent) == sorted(unit.name for unit in model._dmuon_runtime.units)
+
+
+@distributed(world=2)
+def test_no_sync_inside_no_sync(rank, world):
+    model, _ = build(world)
+    with dmuon.no_sync(model):
+        with dmuon.no_sync(model):
+            plain(model, rank)
+        plain(model, rank)
+        assert not model._dmuon_runtime.schedule.has_gradients
+    plain(model, rank)
+    expected = oracle_gradients(ToyModel, plain, world)
+    assert_same(full_gradients(model), {n: 3 * g for n, g in expected.items()}, atol=3e-6)
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])
@@ -197,6 +357,7 @@ def test_models(rank, world, mode):
     for model_class in MODELS:
         check_program(model_class, plain, rank, world, mode, fsdp2=False)
         check_program(model_class, two_forwards_one_backward, rank, world, mode, fsdp2=False)
+        check_program(model_class, forward_forward_backward_backward, rank, world, mode, fsdp2=False)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -67,6 +67,16 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass that is running was asked to ``retain_graph``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def group_like(reference: dist.ProcessGroup, device: torch.device, description: str) -> dist.ProcessGroup:
     """A new group with the ranks, backend, timeout and backend options of ``reference``. Collective among its
     members only, so groups of other pipeline stages need not take part."""

@@ -91,9 +91,10 @@ def _root_post_forward(schedule: UnitSchedule) -> Callable:
         if torch.is_grad_enabled():
             # The root's outputs get their gradient first, in the outermost backward pass. That is where the end of
             # backward must be asked for: asked inside a reentrant checkpoint it would come with the inner pass.
+            forward = schedule.forward_pass
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: schedule.begin_backward())
+                    tensor.register_hook(lambda grad: schedule.begin_backward(forward))
         schedule.end_forward(keep_last=torch.is_grad_enabled())
 
     return hook
@@ -121,9 +122,10 @@ def _post_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
         if unit.output_dtype is not None:
             output = map_tensors(_caster(unit.output_dtype), output)
         if schedule.phase is not Phase.BACKWARD and torch.is_grad_enabled():
+            forward = schedule.forward_pass
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: schedule.need_for_backward(unit))
+                    tensor.register_hook(lambda grad: schedule.need_for_backward(unit, forward))
         return output
 
     return hook

@@ -493,6 +493,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally, without any reduction, for dedicated and for FSDP2 parameters. The first backward
     outside reduces what has gathered. Holds one full unsharded gradient per rank."""
     runtime = runtime_of(model)
+    if not runtime.schedule.sync_gradients:  # inside another one, which will end it
+        yield
+        return
     runtime.schedule.sync_gradients = False
     fsdp2.set_fsdp_gradient_sync(model, False)
     try:

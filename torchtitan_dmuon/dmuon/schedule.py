@@ -10,21 +10,23 @@ Gradients. Units are reduced in the order n-1, ..., 0, pinned units last; a unit
 the ones after it, and the end of backward launches the rest, zeros standing in for gradients that never came. With
 replicas or tensor parallelism the later stages follow in the same order, a fixed number of units behind.
 
-No rank waits for one that waits for it. While units run in their order (an *orderly* pass), reaching unit k in backward
-means that nothing more will come for the units after k: they are reduced before the weights of k are waited for. So
-whoever waits for something at place k needs the others only to get to place k, which they can. In any other pass
-(layers out of order, reentrant checkpointing, several forwards) reductions are not waited for before the end.
+No rank waits for one that waits for it. When the backward of one forward runs, whose units ran in their order (it is
+*orderly*), reaching unit k means that nothing more will come for the units after k: they are reduced before the weights
+of k are waited for. So whoever waits for something at place k needs the others only to get to place k, which they can.
+In any other pass (layers out of order, reentrant checkpointing, several forwards) reductions are not waited for before
+the end.
 """
 
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from .fsdp2 import queue_end_of_backward
+from .fsdp2 import backward_keeps_graph, in_backward, queue_end_of_backward
 from .mesh import Lanes
 from .storage import DedicatedParam
 from .unit import Pack, Unit, Weights
@@ -38,6 +40,39 @@ class Phase(enum.Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class ForwardPass:
+    """What one forward pass did. The hooks on its outputs hold it, so it lives as long as a backward through them may
+    come.
+
+    Attributes:
+        orderly: the units ran in their order.
+        repeated: a unit ran again, other than at once.
+        spent: its graph has been used up.
+        has_grad: it was run with gradients.
+    """
+
+    def __init__(self) -> None:
+        self.orderly = True
+        self.repeated = False
+        self.spent = False
+        self.has_grad = torch.is_grad_enabled()
+        self._place = -1
+        self._seen: set[Unit] = set()
+
+    def enter(self, unit: Unit, place: int) -> None:
+        """The unit at this place in the order is called. A pinned one is called around the others, in any order."""
+        at_once = place == self._place
+        # A unit without grad in a pass with grad is inside a reentrant checkpoint: its backward is a pass of its own.
+        reentrant = torch.is_grad_enabled() != self.has_grad
+        if reentrant or (not unit.pinned and place < self._place):
+            self.orderly = False
+        if unit in self._seen and (reentrant or not at_once):
+            self.repeated = True
+        self._seen.add(unit)
+        if not unit.pinned:
+            self._place = place
 
 
 class UnitSchedule:
@@ -66,11 +101,13 @@ class UnitSchedule:
         self._cursor = 0  # unshards launched in this round of the cycle
         self._next_reduce = 0
         self._hold_reductions = False
-        self._in_flight: deque[Unit] = deque()  # in the shard stage
+        # In the shard stage, and whether the next stage follows.
+        self._in_flight: deque[tuple[Unit, bool]] = deque()
         self._staged: deque[Unit] = deque()  # in the replicate stage
-        self._last_place = -1  # of the forward pass that is running
-        self._pass_has_grad = True
-        self._orderly = True  # every forward since the last backward ran the units in their order
+        self.forward_pass: ForwardPass | None = None  # that is running
+        self._passes: list[weakref.ref[ForwardPass]] = []  # those whose backward may come
+        self._orderly = True  # is the backward pass that is running
+        self._place = -1  # of the earliest unit it has reached
         # Reductions have been launched since gradients were last dropped; the same on every rank.
         self.has_gradients = False
 
@@ -82,14 +119,22 @@ class UnitSchedule:
 
     def begin_forward(self) -> None:
         """The root's forward begins (or a unit is entered without the root)."""
-        if self.phase is Phase.BACKWARD:
-            return  # recomputation inside backward
-        if self.phase is Phase.FORWARD:
-            self.end_forward(keep_last=False)  # the previous forward raised: bring every rank to the same place
+        if self.phase is Phase.BACKWARD and in_backward():
+            return  # recomputation
+        self.settle()
         self._release_all()
-        self._last_place = -1
-        self._pass_has_grad = torch.is_grad_enabled()
+        # A weight that autocast has cast in an earlier forward would get its gradient where that forward ran, after the
+        # hooks of this one; and what it keeps is the memory that was freed.
+        torch.clear_autocast_cache()
+        self.forward_pass = ForwardPass()
         self._begin_round(Phase.FORWARD)
+
+    def settle(self) -> None:
+        """End a pass that raised, as the ranks have ended it where it did not: with the same collectives."""
+        if self.phase is Phase.FORWARD:
+            self.end_forward(keep_last=False)
+        elif self.phase is Phase.BACKWARD:
+            self.end_backward()
 
     def _begin_round(self, phase: Phase) -> None:
         self.phase = phase
@@ -99,21 +144,12 @@ class UnitSchedule:
 
     def enter_unit(self, unit: Unit) -> None:
         """A boundary's forward begins, in the forward pass or in a recomputation."""
-        if self.phase is Phase.IDLE:
+        if self.phase is not Phase.FORWARD:
             self.begin_forward()
         if self.phase is Phase.FORWARD:
             unit.active_calls += 1
-            unit.calls_in_pass += 1
-            self._note_order(unit)
+            self.forward_pass.enter(unit, self._forward_order.get(unit, -1))
         self._need(unit)
-
-    def _note_order(self, unit: Unit) -> None:
-        place = self._forward_order.get(unit, self._last_place)
-        in_order = unit.pinned or place > self._last_place
-        # A unit without grad in a pass with grad is inside a reentrant checkpoint: its backward is a pass of its own.
-        if not in_order or torch.is_grad_enabled() != self._pass_has_grad:
-            self._orderly = False
-        self._last_place = place
 
     def leave_unit(self, unit: Unit) -> None:
         """A boundary's forward has returned or raised."""
@@ -130,11 +166,18 @@ class UnitSchedule:
             return
         self._finish_round(self.cyclic)
         self.phase = Phase.IDLE
+        self._passes = [ref for ref in self._passes if self._may_come(ref())]
+        if self.forward_pass.has_grad:
+            self._passes.append(weakref.ref(self.forward_pass))
+        self.forward_pass = None
         for unit in self.units:
-            unit.calls += unit.calls_in_pass if keep_last else 0
-            unit.active_calls = unit.calls_in_pass = 0
+            unit.active_calls = 0
             if not keep_last or not self._stays(unit):
                 self._release(unit)
+
+    @staticmethod
+    def _may_come(forward: ForwardPass | None) -> bool:
+        return forward is not None and not forward.spent
 
     def _stays(self, unit: Unit) -> bool:
         """Backward needs its weights first, so they are not freed in between."""
@@ -179,7 +222,7 @@ class UnitSchedule:
         while self._cursor < len(order):
             unit = order[self._cursor]
             self._launch_next(order, needed=None)
-            if self._cursor < len(order):
+            if self._cursor < len(order) and not unit.active_calls:
                 self._release(unit)
 
     def _done_with(self, unit: Unit) -> bool:
@@ -196,26 +239,41 @@ class UnitSchedule:
 
     # ---------------------------------------------------------------- backward
 
-    def begin_backward(self) -> None:
-        """The first hook of a backward pass fires."""
-        if self.phase is Phase.BACKWARD:
-            return
+    def begin_backward(self, forward: ForwardPass | None = None) -> None:
+        """A hook of a backward pass fires, the first one or a later one.
+
+        Args:
+            forward: the pass on whose output the hook is.
+        """
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
+        if forward is not None and not backward_keeps_graph():
+            forward.spent = True
+
+    def _begin_backward(self) -> None:
         if self.phase is Phase.FORWARD:
             self.end_forward(keep_last=True)  # a backward inside the root's forward, or a forward without the root
         queue_end_of_backward(self.end_backward)
+        # Which of them this one goes through is not known before its end.
+        coming = [forward for ref in self._passes if self._may_come(forward := ref())]
         # Under reentrant checkpointing a unit used twice gets its gradient in pieces; it is complete at the end only.
-        self._hold_reductions = any(unit.calls > 1 for unit in self.units)
-        self._orderly = self._orderly and not self._hold_reductions
+        self._hold_reductions = len(coming) != 1 or coming[0].repeated
+        self._orderly = not self._hold_reductions and coming[0].orderly
+        self._place = len(self.cyclic)
         self._next_reduce = 0
         for unit in self.units:
             unit.expect_gradients()
         self._begin_round(Phase.BACKWARD)
 
-    def need_for_backward(self, unit: Unit) -> None:
+    def need_for_backward(self, unit: Unit, forward: ForwardPass) -> None:
         """The gradient of a boundary's output is there: its own backward comes next."""
-        self.begin_backward()
+        self.begin_backward(forward)
         if self._orderly and not unit.pinned:
-            for later in self.cyclic[self._forward_order[unit] + 1 :]:
+            place = self._forward_order[unit]
+            if place > self._place:
+                return  # its turn is over: this output is an earlier unit's too, handed through
+            self._place = place
+            for later in self.cyclic[place + 1 :]:
                 later.expect_no_more_gradients()
             self._launch_reductions(only_complete=True)
         self._need(unit)
@@ -237,7 +295,7 @@ class UnitSchedule:
             self._next_reduce += 1
             unit.launch_reduce()
             self.has_gradients = True
-            self._in_flight.append(unit)
+            self._in_flight.append((unit, self.all_reduce_gradients))
             self._advance_stages(leave=_MAX_REDUCTIONS_IN_FLIGHT)
 
     def _advance_stages(self, leave: int) -> None:
@@ -248,11 +306,11 @@ class UnitSchedule:
             return  # another rank may need an unshard from here before it can send what would be waited for
         with self.lanes.side_stream("reduce"):
             while len(self._in_flight) > leave:
-                unit = self._in_flight.popleft()
+                unit, sent_on = self._in_flight.popleft()
                 while unit in self._staged:  # its last gradient must be gone before the next is added up
                     self._staged.popleft().finish_stages()
                 unit.finish_shard_stage()
-                if unit.travelling and self.all_reduce_gradients:
+                if unit.travelling and sent_on:
                     unit.launch_replicate_stage()
                     self._staged.append(unit)
             while len(self._staged) > leave:
@@ -264,9 +322,7 @@ class UnitSchedule:
         self._launch_reductions(only_complete=False)
         self.phase = Phase.IDLE
         self._release_all()
-        self._orderly = True
         for unit in self.units:
-            unit.calls = 0
             unit.expect_gradients()
 
     # ---------------------------------------------------------------- between passes
@@ -293,15 +349,9 @@ class UnitSchedule:
 
     def drop_gradients(self) -> None:
         """``zero_grad``: forget every gradient, and whatever an interrupted pass has left."""
-        if self.phase is Phase.FORWARD:
-            self.end_forward(keep_last=False)
-        elif self.phase is Phase.BACKWARD:  # backward raised; its end was never reached
-            self._finish_round(self.cyclic[::-1])
-            self.phase = Phase.IDLE
-            self._release_all()
+        self.settle()
         self._in_flight.clear()
         self._staged.clear()
-        self._orderly = True
         self.has_gradients = False
         for unit in self.units:
             unit.drop_gradients()

@@ -62,8 +62,6 @@ class Unit:
         self.output_dtype = output_dtype
         self.weights = Weights.ABSENT
         self.active_calls = 0  # forward calls of the boundary that have begun and not ended
-        self.calls_in_pass = 0  # forward calls in the pass that is running
-        self.calls = 0  # forward calls whose backward may still come
         self.reduce_launched = False  # in the backward pass that is running
         self._pending: list[Pending] = []
         self._awaiting: set[str] = set()
@@ -137,8 +135,8 @@ class Unit:
         if self.reduce_launched:
             raise RuntimeError(
                 f"{dp.fqn}: a gradient arrived after unit {self.name or '<root>'!r} was reduced in the same backward "
-                "pass. The unit was entered in a way its hook boundary did not see; choose a boundary module that is "
-                "always called (hook_boundary_predicate)"
+                "pass: its weight was used where no forward call of the unit could be seen. Choose a boundary module "
+                "that is always called (hook_boundary_predicate)"
             )
         pack.add_gradient(dp)
         self._awaiting.discard(dp.fqn)
@@ -197,4 +195,3 @@ class Unit:
         for pack in self.packs:
             pack.drop_gradients()
         self.expect_gradients()
-        self.calls = self.calls_in_pass = 0
