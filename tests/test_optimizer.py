@@ -1,6 +1,7 @@
 """From TOML to the optimizer: groups by patterns, and every key's way to where it works."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +120,34 @@ def test_every_key_reaches_the_optimizer(tmp_path):
 def test_plan_is_untouched_by_the_new_keys():
     config = load_config([])
     assert plan_dedication(Llama3(ARGS), config.dmuon)["layers.0.attention.wq.weight"].muon
+
+
+def plan_of(*arguments):
+    return plan_dedication(Llama3(ARGS), load_config(list(arguments)).dmuon)
+
+
+def test_what_muon_cannot_take_is_an_error_of_the_config():
+    with pytest.raises(
+        ConfigError, match=r"dmuon.include: layers.0.attention_norm.weight is no matrix \(shape \[128\]"
+    ):
+        plan_of("--dmuon.include", "layers.*")
+    kept = plan_of("--dmuon.include", "layers.*", "--dmuon.exclude", "*norm*")  # taken back
+    assert {name for name, decision in kept.items() if decision.muon} == {
+        name for name in kept if name.startswith("layers.") and "norm" not in name
+    }
+    for others in ("fsdp2", "dedicated"):
+        with pytest.raises(ConfigError, match=r"dmuon.exclude: no parameter of the model is left for Muon"):
+            plan_of("--dmuon.exclude", "*", "--dmuon.others", others)
+
+
+def test_what_dedication_refuses_is_an_error_of_the_config():
+    """Of a model and config that do not fit, only dedication knows."""
+    with one_rank() as meshes:
+        with torch.device("meta"):
+            model = Llama3(ARGS)
+        refuse = mock.patch.object(dmuon, "dedicate_params", side_effect=ValueError("layers.0 does not fit"))
+        with refuse, pytest.raises(ConfigError, match=r"^\[dmuon\]: layers.0 does not fit$"):
+            parallelize(model, meshes, llama3, load_config([]))
 
 
 @pytest.mark.slow

@@ -200,6 +200,12 @@ def assert_refused(run, message):
         ),
         ({"parallelism__tensor_parallel_degree": 2, "training__seq_len": 33}, "does not divide training.seq_len = 33"),
         ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
+        (
+            {"dmuon__include": "*_norm.weight"},
+            "dmuon.include: layers.0.attention_norm.weight is no matrix (shape [256]) and Muon takes only matrices",
+        ),
+        ({"dmuon__exclude": "*"}, "dmuon.exclude: no parameter of the model is left for Muon"),
+        ({"dmuon__min_matrix_dim": 100000}, "dmuon.min_matrix_dim: no parameter of the model is left for Muon"),
         ({"dmuon__ns_coefficients": "deepseek_v4"}, "dmuon.ns_backend, ns_coefficients, ns_steps"),
         ({"checkpoint__load_step": 3}, "checkpoint.load_step: "),
     ],

@@ -293,7 +293,7 @@ class Trainer:
 
         loss = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
-            self._send_gradients_to_replicas(index + 1 == len(micro_batches))
+            self._send_gradients_on(index + 1 == len(micro_batches))
             tokens = micro_batch["input"].to(self.device, non_blocking=True)
             labels = micro_batch["labels"].to(self.device, non_blocking=True)
             with self.loss_context():
@@ -317,10 +317,9 @@ class Trainer:
         self.metrics.count_step(sum(mb["input"].numel() for mb in micro_batches))
         return loss, grad_norm
 
-    def _send_gradients_to_replicas(self, required: bool) -> None:
-        """Only the last micro-batch of a step does; the ones before add up along the shard dimension."""
-        if self.meshes.dp_replicate is None:
-            return
+    def _send_gradients_on(self, required: bool) -> None:
+        """Only the last micro-batch of a step does; the ones before add up along the shard dimension. With DMuon
+        gradients go on to replicas and to tensor-parallel owners, with FSDP2 alone to replicas."""
         if self.config.optimizer.name == "DMuon":
             dmuon.set_requires_all_reduce(self.model, required)
         else:

@@ -6,17 +6,21 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from models import get_model_args, get_model_spec, model_names
 from models.layers import RopeScaling
 from scripts.convert_checkpoint import main as convert
 from tests.checkpoint.toy import read_checkpoint
+from tests.pool import distributed
 from tests.test_trainer import assert_refused
 from tests.training import tiny, train, write_corpus
-from torchtitan_dmuon.checkpoint import TrainState
+from torchtitan_dmuon.checkpoint import CheckpointError, Contents, TrainState
 from torchtitan_dmuon.checkpoint.directory import checksum
+from torchtitan_dmuon.checkpoint.loading import load_huggingface
 
 SPEC = get_model_spec("llama3")
 ARGS = dataclasses.replace(get_model_args("llama3", "debugmodel"), vocab_size=257)
@@ -179,6 +183,93 @@ def test_weights_of_another_model_are_refused(run, tmp_path):
     assert_refused(other, "model.embed_tokens.weight is [257, 256] there, llama3 160M has [257, 768]")
     shutil.rmtree(tmp_path / "hf")
     assert_refused(train(2, *tiny(run, **options)), "cannot load HuggingFace weights from")
+
+
+def hf_folder(folder, model, config, **stored):
+    """A HuggingFace folder of ``model`` with ``stored`` tensors more."""
+    folder.mkdir()
+    tensors = {SPEC.hf.to_hf(name): param.detach() for name, param in model.named_parameters()}
+    # transformers writes several files, and the head in the last.
+    save_file(tensors, folder / "model-00001-of-00002.safetensors")
+    save_file(
+        {SPEC.hf.to_hf(f"{name}.weight"): t for name, t in stored.items()}, folder / "model-00002-of-00002.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps({**SPEC.hf.hf_config(ARGS), **config}))
+    return folder
+
+
+def llama(tied, flavor="debugmodel"):
+    args = dataclasses.replace(get_model_args("llama3", flavor), vocab_size=257, tie_embeddings=tied)
+    return SPEC.build(args)
+
+
+@distributed(world=2)
+def test_a_stored_head_and_a_tied_model(rank, world, tmp_path):
+    """The last row of the head differs: only the last rank sees it, and every rank says so."""
+    tied, untied = llama(tied=True), llama(tied=False)
+    embedding = tied.tok_embeddings.weight.detach()
+    other = embedding.clone()
+    other[-1, -1] += 1
+    if rank == 0:
+        for name, tie in (("own", False), ("stale", True)):
+            hf_folder(tmp_path / name, tied, {"tie_word_embeddings": tie}, output=other)
+        hf_folder(tmp_path / "equal", tied, {"tie_word_embeddings": True}, output=embedding.clone())
+        hf_folder(tmp_path / "bf16", tied, {"tie_word_embeddings": True}, output=embedding.bfloat16())
+        hf_folder(tmp_path / "short", tied, {}, output=embedding[:-1].clone())
+        hf_folder(tmp_path / "none", tied, {"tie_word_embeddings": True}, norm=tied.norm.weight.detach())
+    dist.barrier()
+
+    def load(model, name):
+        model.init_weights(seed=7)
+        load_huggingface(tmp_path / name, contents_of(model), dist.group.WORLD)
+        return model
+
+    refused = r"lm_head.weight is a head of its own, not model.embed_tokens.weight, .*: choose a model whose head"
+    for name in ("own", "stale", "bf16", "short"):
+        with pytest.raises(CheckpointError, match=refused):
+            load(tied, name)
+    with pytest.raises(CheckpointError, match=refused):
+        load(untied, "stale")
+    with pytest.raises(CheckpointError, match=r"lacks lm_head.weight, .*: choose a model.flavor that ties them"):
+        load(untied, "none")
+    for model, name, head in (
+        (tied, "equal", embedding),
+        (untied, "equal", embedding),
+        (untied, "own", other),
+        (tied, "none", embedding),
+    ):
+        loaded = load(model, name)
+        assert torch.equal(loaded.tok_embeddings.weight, embedding), name
+        assert torch.equal(loaded.output.weight, head), name
+
+
+def contents_of(model):
+    """A plain model as the loader sees it."""
+    named = dict(model.named_parameters())
+    return Contents(
+        model=lambda: {name: param.detach() for name, param in named.items()},
+        optimizer=dict,
+        shapes=lambda: {name: tuple(param.shape) for name, param in named.items()},
+        loaded=lambda: None,
+        model_name="llama3 debugmodel",
+        optimizer_name="DMuon",
+        config_toml="",
+        seed=0,
+        hf_names=SPEC.hf,
+        hf_config=SPEC.hf.hf_config(ARGS),
+    )
+
+
+def test_converting_a_stored_tied_head(tmp_path, capsys):
+    """Left out if it is the embedding, refused if it is not."""
+    model = llama(tied=True)
+    embedding = model.tok_embeddings.weight.detach()
+    hf_folder(tmp_path / "equal", model, {"tie_word_embeddings": True}, output=embedding.clone())
+    hf_folder(tmp_path / "stale", model, {"tie_word_embeddings": True}, output=embedding + 1)
+    assert convert(["from-hf", str(tmp_path / "equal"), str(tmp_path / "ours"), "--model", "llama3"]) == 0
+    assert read_checkpoint(tmp_path / "ours").keys() == {f"model.{name}" for name, _ in model.named_parameters()}
+    assert convert(["from-hf", str(tmp_path / "stale"), str(tmp_path / "no"), "--model", "llama3"]) == 1
+    assert "lm_head.weight is a head of its own" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_converting_refuses_in_one_line(run, tmp_path, capsys):

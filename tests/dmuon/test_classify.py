@@ -233,17 +233,20 @@ def test_an_output_head_inside_a_block_is_known_by_the_models_own_word():
     class Headed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)])
+            self.layers = nn.ModuleList([nn.Module()])
+            self.layers[0].proj = nn.Linear(128, 128, bias=False)
+            self.layers[0].head = nn.Linear(128, 256, bias=False)
 
         def get_input_embeddings(self):
             raise NotImplementedError
 
         def get_output_embeddings(self):
-            return self.layers[1]
+            return self.layers[0].head
 
     decisions = classify(build_on_meta(Headed))
-    assert decisions["layers.0.weight"].muon
-    assert not decisions["layers.1.weight"].muon and decisions["layers.1.weight"].reason == "embedding or head"
+    assert decisions["layers.0.proj.weight"].muon
+    assert not decisions["layers.0.head.weight"].muon
+    assert decisions["layers.0.head.weight"].reason == "embedding or head"
 
 
 # ------------------------------------------------------------------ names

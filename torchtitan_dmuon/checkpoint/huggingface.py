@@ -6,6 +6,7 @@ with a single shard, ``model.safetensors`` alone. Names are mapped by the model 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -95,8 +96,8 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
     in memory at a time.
 
     Raises:
-        ImportError: the package safetensors is missing. ValueError: no such files, or a weight that the family has no
-        name for. OSError.
+        ImportError: the package safetensors is missing. ValueError: no such files, a weight that the family has no
+        name for, or a tied head that is not the embedding. OSError.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -107,7 +108,7 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
         raise ValueError(f"{folder} has no *.safetensors files")
     places: dict[str, tuple[Path, str]] = {}
     state: dict[str, torch.Tensor] = {}
-    tied = _is_tied(folder)
+    tied = is_tied(folder)
     for file in files:
         try:
             opening = safe_open(file, framework="pt")
@@ -116,12 +117,16 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
         with opening as opened:
             for name in opened.keys():  # noqa: SIM118  (no mapping)
                 fqn = names.from_hf(name)
-                if fqn is None or (tied and name == "lm_head.weight"):
+                if fqn is None:
                     continue
                 part = opened.get_slice(name)
                 kind = dtype or opened.get_tensor(name).dtype
                 state[f"model.{fqn}"] = torch.empty(part.get_shape(), dtype=kind, device="meta")
                 places[f"model.{fqn}"] = (file, name)
+
+    if tied and "model.output.weight" in state:
+        check_tied_head(folder, names)
+        del state["model.output.weight"]
 
     def read(fqn: str) -> torch.Tensor:
         file, name = places[fqn]
@@ -143,9 +148,30 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return self._read(index.fqn)
 
 
-def _is_tied(folder: Path) -> bool:
+def is_tied(folder: Path) -> bool:
+    """Whether ``config.json`` says that the head is the embedding."""
     config = folder / "config.json"
     return config.is_file() and bool(json.loads(config.read_text()).get("tie_word_embeddings"))
+
+
+def check_tied_head(folder: Path, names: HFNameMap, part: int = 0, parts: int = 1) -> None:
+    """A head that is stored although it is tied must be the embedding, or a weight would be dropped without a word.
+    Compares one of ``parts`` runs of rows. Raises ValueError."""
+    from safetensors import safe_open
+
+    head, embedding = names.to_hf("output.weight"), names.to_hf("tok_embeddings.weight")
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            found |= {name: opened.get_slice(name) for name in (head, embedding) if name in opened.keys()}  # noqa: SIM118
+        shapes = [found[name].get_shape() for name in (head, embedding)]
+        rows = slice(shapes[0][0] * part // parts, shapes[0][0] * (part + 1) // parts)
+        if shapes[0] != shapes[1] or not torch.equal(*(found[name][rows].float() for name in (head, embedding))):
+            raise ValueError(
+                f"{head} is a head of its own, not {embedding}, to which the model ties its head: choose a model whose "
+                f"head is not tied (and say so in config.json), or remove {head} from the files if it is stale"
+            )
 
 
 def _alone(call: Callable[[], object]) -> None:

@@ -19,6 +19,7 @@ from torchtitan_dmuon.checkpoint.directory import (
     corrupted_because,
     read_checksums,
 )
+from torchtitan_dmuon.checkpoint.huggingface import check_tied_head, is_tied
 from torchtitan_dmuon.checkpoint.random_state import get_random_state, seed_random_state, set_random_state
 from torchtitan_dmuon.checkpoint.state import Contents, Tensors, TrainState
 from torchtitan_dmuon.distributed import first_problem
@@ -117,8 +118,12 @@ def load_huggingface(path: Path, contents: Contents, group: dist.ProcessGroup) -
         if not sorted(path.glob("*.safetensors")):
             problem = "there are no *.safetensors files"
         else:
-            names = _hf_names(reader.read_metadata(), contents)
+            metadata = reader.read_metadata()
+            names = _hf_names(metadata, contents)
             _check_hf_config(path, contents)
+            stores_head = contents.hf_names.to_hf("output.weight") in metadata.state_dict_metadata
+            if stores_head and ("output.weight" not in names or is_tied(path)):
+                check_tied_head(path, contents.hf_names, dist.get_rank(), dist.get_world_size())
     except ImportError:
         problem = "reading it needs the package safetensors: pip install safetensors"
     except Exception as error:  # safetensors raises errors of its own for files that are cut off
@@ -162,10 +167,13 @@ def _hf_names(metadata: Metadata, contents: Contents) -> dict[str, str]:
     shapes = contents.shapes()
     for fqn, shape in shapes.items():
         if fqn not in there:
-            raise ValueError(f"it lacks {contents.hf_names.to_hf(fqn)}, which {contents.model_name} has")
+            advice = (
+                "; its head is its embedding: choose a model.flavor that ties them" if fqn == "output.weight" else ""
+            )
+            raise ValueError(f"it lacks {contents.hf_names.to_hf(fqn)}, which {contents.model_name} has{advice}")
         if there[fqn][1] != shape:
             raise ValueError(f"{there[fqn][0]} is {list(there[fqn][1])} there, {contents.model_name} has {list(shape)}")
-    # A tied head may be stored all the same; anything else that is left over is another model's.
+    # A tied head may be stored all the same (``check_tied_head``); anything else that is left over is another model's.
     tied = {fqn for fqn in there if fqn not in shapes and fqn == "output.weight"}
     if extra := sorted(there.keys() - shapes.keys() - tied):
         raise ValueError(f"it has {there[extra[0]][0]}, which {contents.model_name} lacks")

@@ -7,6 +7,7 @@ substrings of names. Pure: reads modules and shapes only.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,6 +19,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 # Newton-Schulz gains nothing on gates this thin (in_proj_ba, shared_expert_gate, LoRA factors, per-head gates).
 MIN_MATRIX_DIM = 128
+
+# A layer as wide as the vocabulary is a head wherever it stands, if the vocabulary is wider than this many times the
+# model: with a smaller one, the hidden layer of a block may be just as wide.
+_WIDEST_BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,9 @@ def canonical_fqn(name: str) -> str:
 
 
 def block_of(model: nn.Module, module_name: str) -> str | None:
-    """Name of the outermost repeated block around ``module_name``: the first ancestor (or the module itself) that is
-    an element of a ModuleList, ModuleDict or Sequential. ``None`` outside any block."""
+    """Name of the module at which the unit of ``module_name`` is hooked: the first ancestor (or the module itself) that
+    is an element of a ModuleList, ModuleDict or Sequential. ``None`` outside any. Whether such an element is a repeated
+    block or a head does not matter for that."""
     module, prefix = model, []
     for part in module_name.split(".") if module_name else []:
         inside_container = isinstance(module, _CONTAINERS)
@@ -59,6 +65,8 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
         min_matrix_dim: the smaller side a matrix needs.
     """
     embeddings = _embedding_ids(model)
+    blocks = _repeated_blocks(model)
+    vocabularies = _vocabularies(model)
     decisions: dict[str, Decision] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
@@ -67,9 +75,11 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
                 continue
             seen.add(id(param))
             name = f"{module_name}.{leaf}" if module_name else leaf
-            decisions[canonical_fqn(name)] = _decide(
-                model, module_name, module, leaf, param, embeddings, min_matrix_dim
-            )
+            if id(param) in embeddings or _is_as_wide_as_a_vocabulary(param, vocabularies):
+                decision = Decision(False, "embedding or head")
+            else:
+                decision = _decide(model, module_name, module, leaf, param, blocks, min_matrix_dim)
+            decisions[canonical_fqn(name)] = decision
     return decisions
 
 
@@ -79,23 +89,91 @@ def _decide(
     module: nn.Module,
     leaf: str,
     param: nn.Parameter,
-    embeddings: set[int],
+    blocks: set[str],
     min_matrix_dim: int,
 ) -> Decision:
-    if id(param) in embeddings:
-        return Decision(False, "embedding or head")
     if param.ndim < 2:
         return Decision(False, f"{param.ndim}-D")
     is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
     if not is_linear and not is_expert_stack(module, param):
         return Decision(False, f"not the weight of a linear layer ({type(module).__name__}.{leaf})")
-    if block_of(model, module_name) is None:
+    if not _is_inside(module_name, blocks):
         return Decision(False, "outside the repeated blocks")
     if _is_router(model, module_name, module):
         return Decision(False, "router")
     if min(param.shape[-2:]) < min_matrix_dim:
         return Decision(False, f"thin: smaller side {min(param.shape[-2:])} < {min_matrix_dim}")
     return Decision(True, f"{type(module).__name__} in a block")
+
+
+def _repeated_blocks(model: nn.Module) -> set[str]:
+    """Names of the modules that are layers of ``model``.
+
+    A block is an element of a container and holds its parameters in modules of its own: a linear layer that is itself
+    the element is a head or a projection as often as not (MusicGen's ``lm_heads`` are four in a ModuleList). Where all
+    elements of a ModuleList, or of a ModuleDict with numbers for keys, are of that kind, all of them are blocks: hybrid
+    models mix their classes. In other containers the parts of a model may stand beside each other (embedding, blocks,
+    head), and only what occurs twice is a block. A model without any such has one layer, if a container has one
+    candidate.
+    """
+    repeated, single = set(), set()
+    for name, container in model.named_modules():
+        if not isinstance(container, _CONTAINERS):
+            continue
+        prefix = f"{name}." if name else ""
+        # One module may stand in several places (shared layers).
+        elements = {
+            f"{prefix}{key}": _unwrapped(element)
+            for key, element in container.named_modules(remove_duplicate=False)
+            if key and "." not in key and _has_parameters(element)
+        }
+        candidates = {
+            key: _kind(element)
+            for key, element in elements.items()
+            if not is_bare_container(element) and any(map(_has_parameters, element.children()))
+        }
+        is_list = isinstance(container, nn.ModuleList) or (
+            isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
+        )
+        if is_list and len(candidates) == len(elements):
+            repeated |= candidates.keys()
+        occurrences = Counter(candidates.values())
+        repeated |= {key for key, kind in candidates.items() if occurrences[kind] > 1}
+        if len(candidates) == 1:
+            single |= candidates.keys()
+    return repeated or single
+
+
+def _kind(module: nn.Module) -> object:
+    """What two blocks have in common: their class or, of a Sequential, which can be anything, all that is in it."""
+    if type(module) is not nn.Sequential:
+        return type(module)
+    return tuple((type(each), *(param.shape for param in each.parameters(recurse=False))) for each in module.modules())
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What is inside the wrappers of activation checkpointing, compile and FSDP around ``module``."""
+    while inner := [child for name, child in module.named_children() if name in _WRAPPER_PARTS]:
+        (module,) = inner
+    return module
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_inside(module_name: str, blocks: set[str]) -> bool:
+    parts = module_name.split(".")
+    return any(".".join(parts[:length]) in blocks for length in range(1, len(parts) + 1))
+
+
+def _vocabularies(model: nn.Module) -> set[int]:
+    return {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _is_as_wide_as_a_vocabulary(param: nn.Parameter, vocabularies: set[int]) -> bool:
+    """Known so wherever it stands: Medusa's and DeepSeek's further heads are inside blocks."""
+    return param.ndim == 2 and param.shape[0] in vocabularies and param.shape[0] > _WIDEST_BLOCK * param.shape[1]
 
 
 def is_conv1d(module: nn.Module) -> bool:

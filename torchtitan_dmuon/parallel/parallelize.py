@@ -30,7 +30,8 @@ def parallelize(model: nn.Module, meshes: Meshes, spec: ModelSpec, config: JobCo
     Afterwards the parameters are allocated by :func:`torchtitan_dmuon.dmuon.materialize`.
 
     Raises:
-        ConfigError: a ``dmuon.include`` or ``dmuon.exclude`` pattern matches nothing.
+        ConfigError: a ``dmuon.include`` or ``dmuon.exclude`` pattern matches nothing or no matrix, or ``[dmuon]``
+            does not fit the model.
     """
     uses_dmuon = config.optimizer.name == "DMuon"
     plan = plan_dedication(model, config.dmuon) if uses_dmuon else {}
@@ -65,7 +66,11 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, spec: ModelSpec
 
 
 def plan_dedication(model: nn.Module, config: DMuon) -> dict[str, dmuon.Decision]:
-    """Decision and reason for every parameter, made on the plain model."""
+    """Decision and reason for every parameter, made on the plain model.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, a parameter included that is no matrix, or nothing left for Muon.
+    """
     decisions = dmuon.classify(model, config.min_matrix_dim)
     for key, patterns in (("include", config.include), ("exclude", config.exclude)):
         for pattern in patterns:
@@ -74,6 +79,19 @@ def plan_dedication(model: nn.Module, config: DMuon) -> dict[str, dmuon.Decision
                 raise ConfigError(f"dmuon.{key}", None, f"{pattern!r} matches no parameter of the model")
             decision = dmuon.Decision(key == "include", f"dmuon.{key} {pattern!r}")
             decisions |= dict.fromkeys(hits, decision)
+    # Only now: an exclusion may take back what an inclusion matched.
+    for name, param in model.named_parameters():
+        if decisions[name].muon and param.ndim not in (2, 3):
+            raise ConfigError(
+                "dmuon.include",
+                None,
+                f"{name} is no matrix (shape {list(param.shape)}) and Muon takes only matrices: narrow the pattern or "
+                "name it in dmuon.exclude",
+            )
+    if not any(decision.muon for decision in decisions.values()):
+        key = "dmuon.exclude" if config.exclude else "dmuon.min_matrix_dim"
+        problem = "no parameter of the model is left for Muon: loosen it, or set optimizer.name to AdamW"
+        raise ConfigError(key, None, problem)
     return decisions
 
 
@@ -96,27 +114,30 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
             return "muon"
         return "sharded_adamw" if name in shared else "adamw"
 
-    assignment = dmuon.dedicate_params(
-        model,
-        meshes.dp_shard,
-        predicate=lambda name, param: everything or plan[name].muon,
-        replicate_mesh=meshes.dp_replicate,
-        tp_mesh=meshes.tp,
-        route_hint_fn=route,
-        reasons={name: decision.reason for name, decision in plan.items()},
-        param_policy={
-            "defaults": {
-                "param_dtype": DTYPES[config.training.mixed_precision_param],
-                "grad_dtype": DTYPES[config.training.mixed_precision_reduce],
-                "cast_forward_inputs": False,  # blocks also get the rotary table, which stays float32
+    try:
+        assignment = dmuon.dedicate_params(
+            model,
+            meshes.dp_shard,
+            predicate=lambda name, param: everything or plan[name].muon,
+            replicate_mesh=meshes.dp_replicate,
+            tp_mesh=meshes.tp,
+            route_hint_fn=route,
+            reasons={name: decision.reason for name, decision in plan.items()},
+            param_policy={
+                "defaults": {
+                    "param_dtype": DTYPES[config.training.mixed_precision_param],
+                    "grad_dtype": DTYPES[config.training.mixed_precision_reduce],
+                    "cast_forward_inputs": False,  # blocks also get the rotary table, which stays float32
+                },
+                "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
             },
-            "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
-        },
-        mode=config.dmuon.mode,
-        prefetch=config.dmuon.prefetch,
-        process_group_policy=config.dmuon.process_group_policy,
-        replicate_async=config.dmuon.replicate_async,
-    )
+            mode=config.dmuon.mode,
+            prefetch=config.dmuon.prefetch,
+            process_group_policy=config.dmuon.process_group_policy,
+            replicate_async=config.dmuon.replicate_async,
+        )
+    except ValueError as error:  # found on every rank, before the first collective
+        raise ConfigError("[dmuon]", None, str(error)) from None
     # The trainer divides the loss by the global number of valid tokens: gradients are sums.
     dmuon.set_gradient_divide_factor(model, 1.0)
     logger.info(
