@@ -417,13 +417,14 @@ def _take_over(pack: Pack, materialised: bool) -> None:
                     piece.master.copy_(weight if piece.is_whole else weight[piece.start : piece.stop])
     for dp, view in zip(pack.params, pack.views, strict=True):
         dp.param.grad = None  # as fully_shard does: it belongs to a parameter that is no more
-        shown: torch.Tensor = view
+        # .data, lest what fills the buffer counted as a change of the parameter between forward and backward.
+        shown: torch.Tensor = view.data
         if isinstance(dp.param, DTensor):
             # A DTensor takes the storage offset of the tensor it is made of, once: torch.compile (before 2.14) fails
             # where that is not the offset of what it holds.
             strides = torch.empty(dp.shape, device="meta").stride()
             mesh, placements = dp.param.device_mesh, dp.param.placements
-            shown = DTensor.from_local(view, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
+            shown = DTensor.from_local(shown, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
         if dp.param.is_meta or isinstance(dp.param, DTensor):
             # Unlike .data, this can change meta into a real device, and the Parameter stays the same object.
             torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
