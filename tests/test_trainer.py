@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,6 +95,19 @@ def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(fo
     alone = train(4, *tiny(folder, checkpoint__enable=False, **options, **MESHES[-1]), fresh=True)
     for step, values in whole.steps.items():
         assert alone.steps[step] == pytest.approx(values, abs=2e-4), step
+
+
+@pytest.mark.parametrize(("degree", "tokens"), [(1, 64), (2, 32)])
+def test_tokens_and_flops_are_those_of_one_device(folder, degree, tokens):
+    """Tokens a second times seconds a step: ranks of one tensor-parallel group share the tokens of a step."""
+    options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree}
+    run = train(2, *tiny(folder, **options), fresh=True)
+    assert run.codes == [0, 0], run.output
+    flops = float(re.search(r"parameters, ([\d.e+]+) FLOPs a token", run.output)[1])
+    figures = re.findall(r"tokens/s: ([\d,]+)  TFLOP/s: [\d.]+  .*?step: ([\d.]+) ms", run.output)
+    assert len(figures) == 4 and flops > 0, run.output
+    for rate, milliseconds in figures:
+        assert float(rate.replace(",", "")) * float(milliseconds) / 1000 == pytest.approx(tokens, rel=0.03)
 
 
 def test_accumulation_does_not_change_the_losses(folder):

@@ -148,7 +148,9 @@ class Trainer:
         ns_flops = 0
         if isinstance(self.optimizer, dmuon.Muon):
             ns_flops = self.optimizer.newton_schulz_flops
-        self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
+        self.metrics = MetricsLogger(
+            config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops, dims.tp
+        )
 
     # ---------------------------------------------------------------- building
 
