@@ -53,7 +53,7 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
         try:
-            code = train.main(arguments)
+            code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments])
         except BaseException:
             traceback.print_exc()
             code = -1
@@ -63,8 +63,9 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -
 
 
 def train(world: int, *arguments: str, timeout: float = 120, fresh: bool = False) -> Run:
-    """``train.py`` on ``world`` ranks, in the pool's processes; with ``fresh`` in processes that no run with a mesh of
-    the same shape has used (DTensor's caches outlive its process groups)."""
+    """``train.py`` on ``world`` ranks, in the pool's processes; ``%RANK%`` in an argument is the rank's number. With
+    ``fresh`` in processes that no run with a mesh of the same shape has used (DTensor's caches outlive its process
+    groups)."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

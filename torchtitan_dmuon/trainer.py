@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from models import get_model_args, get_model_spec
 from models.layers import parameter_seed
 from torchtitan_dmuon import dmuon
-from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState
+from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState, check_shared
 from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_toml
 from torchtitan_dmuon.data import (
     IGNORE_INDEX,
@@ -114,6 +114,8 @@ class Trainer:
         self.dp_lanes, self.lanes = self.meshes.dp_lanes, self.meshes.lanes
         self.loss_context = loss_parallel if uses_loss_parallel(config) else contextlib.nullcontext
         _same_everywhere("training.dataset", len(dataset))
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            check_shared(self.folder / config.checkpoint.folder)
 
         self.loader = training_loader(self.meshes.dp_rank)
         self.validation_loader = None
