@@ -13,6 +13,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.training import start_torchrun, tiny, train, write_corpus
+from torchtitan_dmuon.config import ConfigError, load_config
+from torchtitan_dmuon.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 
@@ -240,6 +242,35 @@ def test_a_checkpoint_of_another_optimizer_gives_its_parameters_and_says_so(fold
 def test_non_finite_loss_stops_every_rank_before_anything_moves(folder):
     run = train(2, *tiny(folder, optimizer__lr="1e30", lr_scheduler__warmup_steps=0, checkpoint__interval=1))
     assert_refused(run, "the loss or the gradient norm is not finite")
+
+
+class LooksLater(Trainer):
+    """As with fused optimizers on CUDA: the flag is on the device, and the host does not look at it every step. A
+    signal asks for the end in step 3 if the description says so."""
+
+    def __init__(self, config, signals):
+        super().__init__(config, signals)
+        self._found_inf_on_device = True
+        self._watch = signals
+
+    def _train_step(self, batches):
+        self._watch.stop = self.step == 3 and self.config.job.description == "stop"
+        return super()._train_step(batches)
+
+
+@pytest.mark.parametrize("end", ["last step", "validation", "signal"])
+@pytest.mark.parametrize("optimizer", ["DMuon", "AdamW"])
+def test_non_finite_loss_is_found_before_the_run_looks_good(folder, optimizer, end):
+    options = {"optimizer__name": optimizer, "optimizer__lr": "1e30", "lr_scheduler__warmup_steps": 0}
+    options |= {"metrics__log_freq": 1000, "checkpoint__enable": False, "training__steps": 3}
+    if end == "validation":
+        options |= {"training__steps": 5, "validation__enable": True, "validation__freq": 3, "validation__seq_len": 32}
+        options |= {"validation__dataset": "text", "validation__dataset_path": folder / "corpus" / "000.txt"}
+    if end == "signal":
+        options |= {"training__steps": 5, "job__description": "stop"}
+    run = train(1, *tiny(folder, **options), trainer=LooksLater)
+    assert_refused(run, "the loss or the gradient norm is not finite; no weight has moved since")
+    assert list(run.steps) == [1] and "validation: step" not in run.output
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):

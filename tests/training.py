@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.pool import pool_of
+from torchtitan_dmuon.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,7 +46,7 @@ def write_corpus(folder: Path, documents: int = 40) -> str:
     return str(folder / "*.txt")
 
 
-def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -> None:
+def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, trainer: type[Trainer]) -> None:
     """In a pool worker: ``train.py``'s main with the environment torchrun would give it."""
     import train
 
@@ -53,7 +54,7 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
         try:
-            code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments])
+            code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments], trainer)
         except BaseException:
             traceback.print_exc()
             code = -1
@@ -62,7 +63,9 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str) -
     Path(folder, f"{rank}.code").write_text(str(code))
 
 
-def train(world: int, *arguments: str, timeout: float = 120, fresh: bool = False) -> Run:
+def train(
+    world: int, *arguments: str, timeout: float = 120, fresh: bool = False, trainer: type[Trainer] = Trainer
+) -> Run:
     """``train.py`` on ``world`` ranks, in the pool's processes; ``%RANK%`` in an argument is the rank's number. With
     ``fresh`` in processes that no run with a mesh of the same shape has used (DTensor's caches outlive its process
     groups)."""
@@ -72,7 +75,7 @@ def train(world: int, *arguments: str, timeout: float = 120, fresh: bool = False
     with tempfile.TemporaryDirectory() as folder:
         if fresh:
             pool_of(world).stop()
-        kwargs = {"arguments": list(arguments), "port": port, "folder": folder}
+        kwargs = {"arguments": list(arguments), "port": port, "folder": folder, "trainer": trainer}
         pool_of(world).run("tests.training", "_main", kwargs, timeout)
         outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
         run = Run([int(Path(folder, f"{rank}.code").read_text()) for rank in range(world)], outputs)

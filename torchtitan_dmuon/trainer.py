@@ -346,8 +346,11 @@ class Trainer:
         asked = self.requests.read()
         if asked.failed:
             self.checkpointer.wait()  # raises what went wrong, on every rank
-        if self.checkpointer.due(self.step, last) or (asked.any and self.checkpointer.due(self.step, True)):
-            self._raise_if_bad()
+        saving = self.checkpointer.due(self.step, last) or (asked.any and self.checkpointer.due(self.step, True))
+        validating = self.validation_loader is not None and (last or self.step % config.validation.freq == 0)
+        if saving or validating or asked.stop or last:
+            self._raise_if_bad()  # neither saved nor validated, and no end of a run that would look like a good one
+        if saving:
             with self.metrics.paused():
                 self.checkpointer.save(self._state(), last=last, stopping=asked.stop)
         elif asked.save and not self.checkpointer.can_save:
@@ -356,7 +359,7 @@ class Trainer:
             )
         if asked.stop:
             return True
-        if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
+        if validating:
             with self.metrics.paused():
                 loss = validate(
                     self.model,
