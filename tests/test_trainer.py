@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -205,6 +206,15 @@ def assert_refused(run, message):
             "parallelism: data_parallel_replicate_degree 1 x data_parallel_shard_degree 3 x",
         ),
         ({"parallelism__tensor_parallel_degree": 2, "training__seq_len": 33}, "does not divide training.seq_len = 33"),
+        (
+            {
+                "parallelism__tensor_parallel_degree": 2,
+                "validation__enable": True,
+                "validation__dataset": "stdlib",
+                "validation__seq_len": 33,
+            },
+            "does not divide validation.seq_len = 33",
+        ),
         ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
         ({"dmuon__ns_coefficients": "deepseek_v4"}, "dmuon.ns_backend, ns_coefficients, ns_steps"),
         ({"checkpoint__load_step": 3}, "checkpoint.load_step: "),
@@ -212,6 +222,37 @@ def assert_refused(run, message):
 )
 def test_one_clear_line(folder, overrides, message):
     assert_refused(train(2, *tiny(folder, **overrides), timeout=60), message)
+
+
+def test_ranks_with_other_data_are_told_at_start(folder):
+    """Training as well as validation; a validation with another number of batches would wait for ever."""
+    for rank, documents in enumerate((4, 7)):
+        write_corpus(folder / f"corpus{rank}", documents)
+    other = folder / "corpus%RANK%"
+    assert_refused(
+        train(2, *tiny(folder, training__dataset_path=other)), "training.dataset: ranks see between 179 and 314 samples"
+    )
+    validation = {"enable": True, "dataset": "text", "dataset_path": other, "seq_len": 32, "freq": 1}
+    run = train(2, *tiny(folder, **{f"validation__{name}": value for name, value in validation.items()}))
+    assert_refused(run, "validation.dataset: ranks see between 179 and 314 samples; give every node the same files")
+
+
+@pytest.mark.parametrize(
+    ("key", "package"),
+    [
+        ("checkpoint.last_save_in_hf", "safetensors"),
+        ("checkpoint.initial_load_in_hf", "safetensors"),
+        ("metrics.enable_tensorboard", "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_told_at_start(folder, monkeypatch, key, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = tiny(
+        folder, **{key: True, "checkpoint.last_save_model_only": True, "checkpoint.initial_load_path": "x"}
+    )
+    with pytest.raises(ConfigError, match=f"^{key}: needs the package {package}: pip install {package}$"):
+        Trainer(load_config(arguments))
+    assert not torch.distributed.is_initialized()
 
 
 def test_half_written_checkpoints_are_skipped(folder):

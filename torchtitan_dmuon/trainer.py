@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
@@ -74,16 +75,14 @@ class Trainer:
             problem = f"found true, expected one process to make it, but there are {world_size}: set NGPU=1"
             raise ConfigError("checkpoint.create_seed_checkpoint", None, problem)
         self.folder = _writable_folder(config)
+        _check_packages(config)
         tokenizer = _tokenizer(config)
         model_args = _model_args(config, tokenizer.vocab_size)
-        check_tensor_parallel(
-            dims.tp,
-            {
-                "the model's n_heads": model_args.n_heads,
-                "the model's n_kv_heads": model_args.n_kv_heads,
-                "training.seq_len": training.seq_len,
-            },
-        )
+        split = {"the model's n_heads": model_args.n_heads, "the model's n_kv_heads": model_args.n_kv_heads}
+        split["training.seq_len"] = training.seq_len
+        if config.validation.enable:
+            split["validation.seq_len"] = config.validation.seq_len
+        check_tensor_parallel(dims.tp, split)
         build_newton_schulz(config)  # checks its keys
         loader_options = {**vars(training.dataloader), "dp_size": dims.dp_size, "seed": config.debug.seed}
 
@@ -120,6 +119,7 @@ class Trainer:
         self.loader = training_loader(self.meshes.dp_rank)
         self.validation_loader = None
         if validation_set is not None:
+            _same_everywhere("validation.dataset", len(validation_set))
             self.validation_loader = build_loader(
                 validation_set,
                 local_batch_size=config.validation.local_batch_size,
@@ -401,6 +401,19 @@ def _writable_folder(config: JobConfig) -> Path:
     return folder
 
 
+def _check_packages(config: JobConfig) -> None:
+    """Optional packages that are imported only later, some of them after the last step."""
+    checkpoint = config.checkpoint
+    needed = {
+        "checkpoint.last_save_in_hf": (checkpoint.last_save_in_hf, "safetensors"),
+        "checkpoint.initial_load_in_hf": (checkpoint.initial_load_in_hf, "safetensors"),
+        "metrics.enable_tensorboard": (config.metrics.enable_tensorboard, "tensorboard"),
+    }
+    for key, (wanted, package) in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(key, None, f"needs the package {package}: pip install {package}")
+
+
 def _tokenizer(config: JobConfig) -> Tokenizer:
     try:
         return build_tokenizer(config.model.hf_assets_path)
@@ -430,7 +443,8 @@ def _model_args(config: JobConfig, tokenizer_vocab: int) -> object:
 
 
 def _same_everywhere(key: str, samples: int) -> None:
-    """Collective. Nodes with different files would otherwise train on different orders without a word."""
+    """Collective. Nodes with different files would otherwise train on different orders without a word, and validate in
+    different numbers of batches, where one waits for another that has none left."""
     counts = torch.tensor([samples, -samples], dtype=torch.float64)
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     most, least = int(counts[0]), int(-counts[1])
