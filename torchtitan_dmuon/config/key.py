@@ -5,6 +5,7 @@ The keys themselves are in `job_config`.
 
 import difflib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -33,7 +34,7 @@ class KeySpec:
 
     `type` is bool, int, float, str or list (of `item`). `special` is a value allowed outside the range. The rules
     for numbers are those of the items where the key is a list of numbers. `table` is the dataclass whose keys the
-    tables of a list of tables have.
+    tables of a list of tables have. `path` says that the text is a path, in which `~` is the home folder.
     """
 
     name: str
@@ -49,6 +50,7 @@ class KeySpec:
     special: int | None = None
     item: type = str
     table: type | None = None
+    path: bool = False
 
     @property
     def section(self) -> str:
@@ -83,6 +85,21 @@ class KeySpec:
         if not self._allows(value):
             raise ValueError(f"found {value!r}, expected {self.expected()}")
         return value
+
+    def expand(self, value: Any) -> Any:
+        """Return a checked `value` with `~` replaced by the home folder, if it is a path.
+
+        Raises:
+            ValueError: there is no such user.
+        """
+        if not self.path or value is None:
+            return value
+        expanded = os.path.expanduser(value)
+        if expanded.startswith("~"):
+            raise ValueError(
+                f"found {value!r}, expected a user's name after ~; write ./{value} for a file of that name"
+            )
+        return expanded
 
     def _allows(self, value: Any) -> bool:
         if value is None:
