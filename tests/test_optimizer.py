@@ -65,6 +65,21 @@ def test_the_same_groups_for_adamw(tmp_path):
     ]
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", ["DMuon", "AdamW"])
+def test_the_logged_learning_rate_is_that_of_no_table(tmp_path, optimizer):
+    write_corpus(tmp_path / "corpus")
+    for tables, logged in [
+        ('[{patterns = ["norm.weight"], lr = 0}]', 1e-3),
+        ('[{patterns = ["*"], lr = 2e-3}]', 2e-3),
+        ("[]", 1e-3),
+    ]:
+        options = {"optimizer__name": optimizer, "optimizer__lr": 1e-3, "optimizer__param_groups": tables}
+        options |= {"training__steps": 2, "lr_scheduler__warmup_steps": 0, "checkpoint__enable": False}
+        run = train(1, *tiny(tmp_path, **options))
+        assert run.codes == [0] and run.steps[1][2] == logged, run.output
+
+
 def test_tables_round_trip_and_are_checked(tmp_path):
     config = config_of(tmp_path)
     again = tmp_path / "again.toml"

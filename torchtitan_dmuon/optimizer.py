@@ -86,6 +86,13 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
     return groups
 
 
+def base_group(optimizer: torch.optim.Optimizer) -> int:
+    """Position among ``optimizer.param_groups`` of the one that stands for all: what no table has taken, the matrices
+    of it if Muon has any; the first one when the tables have taken everything."""
+    names = [group["group_name"].partition("/")[0] for group in optimizer.param_groups]
+    return names.index(_BASE_GROUP) if _BASE_GROUP in names else 0
+
+
 def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
     """What ``torch.optim.AdamW`` takes of a semantic group: the values of its AdamW half."""
     names = {"adamw_betas": "betas", "adamw_eps": "eps", "lr": "lr", "weight_decay": "weight_decay"}

@@ -38,7 +38,7 @@ from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
 from torchtitan_dmuon.metrics import MetricsLogger
-from torchtitan_dmuon.optimizer import build_newton_schulz, build_optimizer, clip_gradients, guarded_step
+from torchtitan_dmuon.optimizer import base_group, build_newton_schulz, build_optimizer, clip_gradients, guarded_step
 from torchtitan_dmuon.parallel import ParallelDims, all_reduce, check_tensor_parallel, parallelize
 from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
 from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
@@ -261,7 +261,7 @@ class Trainer:
             stopped = False
             while self.step < config.training.steps and not stopped:
                 self.step += 1
-                lr = self.scheduler.get_last_lr()[0]
+                lr = self.scheduler.get_last_lr()[base_group(self.optimizer)]
                 loss, grad_norm = self._train_step(batches)
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
