@@ -65,7 +65,7 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
     A parameter belongs to the first table that has a pattern for it.
 
     Raises:
-        ConfigError: a pattern that matches nothing.
+        ConfigError: a pattern that matches nothing, or a table that the ones before it leave nothing.
     """
     left = {dmuon.canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad}
     everything = list(left)
@@ -79,6 +79,9 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
                 raise ConfigError("optimizer.param_groups", None, problem)
             names |= dict.fromkeys(hits)
         params = [left.pop(name) for name in names if name in left]
+        if not params:
+            problem = f"table {position}: every parameter of its patterns is in an earlier table: put it before those"
+            raise ConfigError("optimizer.param_groups", None, problem)
         values = {name: value for name, value in table.items() if name != "patterns" and value is not None}
         groups.append({"group_name": f"group{position}", **values, "params": params})
     if left or not tables:

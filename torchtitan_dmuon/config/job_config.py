@@ -63,7 +63,7 @@ class ParamGroup:
     the first group with a pattern for it, and those of no group to one called base. AdamW alone (optimizer.name)
     takes the values that this table gives for AdamW."""
 
-    patterns: list[str] = key(None, "FQN globs of the parameters; each must match one")
+    patterns: list[str] = key(None, "FQN globs of the parameters; each must match one", min_items=1)
     group_name: str | None = key(None, "name of the group; none is group and its number")
     lr: float | None = key(None, "peak learning rate of both halves", minimum=0)
     weight_decay: float | None = key(None, "weight decay of both halves", minimum=0)
@@ -73,7 +73,7 @@ class ParamGroup:
     adamw_weight_decay: float | None = key(None, "weight decay of the rest", minimum=0)
     momentum: float | None = key(None, "Muon momentum", minimum=0, below=1)
     nesterov: bool | None = key(None, "Nesterov momentum")
-    adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1)
+    adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1, items=2)
     adamw_eps: float | None = key(None, "AdamW term added to the denominator", minimum=0)
     dmuon_route: str | None = key(
         None, "route of all its dedicated parameters", choices=("muon", "adamw", "sharded_adamw")
@@ -400,11 +400,20 @@ def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
             )
 
 
+# What a run starts from and what it writes: left out of a run without checkpoints, this would go unnoticed. How and how
+# often they are written may stay in a file where they are switched off.
+_NEEDS_CHECKPOINTS = (
+    *("load_step", "load_only", "exclude_from_loading"),
+    *("initial_load_path", "initial_load_model_only", "initial_load_in_hf"),
+    *("enable_first_step_checkpoint", "create_seed_checkpoint", "last_save_model_only"),
+)
+
+
 def _checkpoint_conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
-        for name in ("initial_load_path", "initial_load_in_hf", "create_seed_checkpoint", "last_save_model_only"):
-            if (value := vars(checkpoint)[name]) is not None and value is not False:
+        for name in _NEEDS_CHECKPOINTS:
+            if (value := vars(checkpoint)[name]) != KEYS[f"checkpoint.{name}"].default:
                 yield f"checkpoint.{name}", f"found {value!r}, expected checkpoint.enable = true with it"
     if checkpoint.load_only and checkpoint.create_seed_checkpoint:
         yield "checkpoint.create_seed_checkpoint", "found true, expected checkpoint.load_only = false with it"

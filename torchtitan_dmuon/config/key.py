@@ -34,7 +34,8 @@ class KeySpec:
 
     `type` is bool, int, float, str or list (of `item`). `special` is a value allowed outside the range. The rules
     for numbers are those of the items where the key is a list of numbers. `table` is the dataclass whose keys the
-    tables of a list of tables have. `path` says that the text is a path, in which `~` is the home folder.
+    tables of a list of tables have. `items` and `min_items` say how many
+    a list has, exactly and at least. `path` says that the text is a path, in which `~` is the home folder.
     """
 
     name: str
@@ -50,6 +51,8 @@ class KeySpec:
     special: int | None = None
     item: type = str
     table: type | None = None
+    items: int | None = None
+    min_items: int = 0
     path: bool = False
 
     @property
@@ -67,6 +70,8 @@ class KeySpec:
         bounds = {">=": self.minimum, ">": self.above, "<=": self.maximum, "<": self.below}
         limits = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
         text = " ".join([text, " and ".join(limits)]).rstrip()
+        text += f", {self.items} of them" if self.items is not None else ""
+        text += f", at least {self.min_items} of them" if self.min_items else ""
         text += f", or {self.special}" if self.special is not None else ""
         return text + (", or none" if self.optional else "")
 
@@ -107,6 +112,8 @@ class KeySpec:
         if type(value) is not self.type:  # not isinstance: True is no int
             return False
         if self.type is list:
+            if len(value) < self.min_items or self.items not in (None, len(value)):
+                return False
             return all(type(item) is self.item and self._in_range(item) for item in value)
         if self.type is float and not math.isfinite(value):
             return False
