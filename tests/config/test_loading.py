@@ -1,6 +1,7 @@
 """Loading a JobConfig: precedence, types, ranges, error lines and placeholders."""
 
 import dataclasses
+import os
 
 import pytest
 
@@ -164,6 +165,15 @@ def test_refused_on_the_command_line(argv, message):
 def test_refused_in_toml(toml, text, message):
     found = error_of(toml(text))
     assert found.startswith(message) if message.endswith(": ") else found == message
+
+
+@pytest.mark.parametrize("name", ["job.dump_folder", "job.description", "dmuon.include"])
+def test_bytes_that_are_no_utf_8(name):
+    """As Python gives them to a program; the config could not be written beside a checkpoint."""
+    text = os.fsdecode(b"o/\xff")
+    found = repr([text] if name == "dmuon.include" else text)
+    assert error_of([f"--{name}", text]) == f"{name} (command line): found {found}, expected UTF-8 text"
+    assert load_config([f"--{name}", "o/\u00e9\U0001f600"])
 
 
 def test_a_huge_integer_is_no_float(toml):

@@ -87,6 +87,10 @@ class KeySpec:
             value = [float(item) if type(item) is int else item for item in value]
         if self.table is not None and type(value) is list and all(type(item) is dict for item in value):
             return [self._check_table(position, item) for position, item in enumerate(value)]
+        for text in value if type(value) is list else [value]:
+            # Bytes of the command line that are no UTF-8; the resolved config is written as TOML, which is UTF-8.
+            if type(text) is str and not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+                raise ValueError(f"found {value!r}, expected UTF-8 text")
         if not self._allows(value):
             raise ValueError(f"found {value!r}, expected {self.expected()}")
         return value
