@@ -15,9 +15,10 @@ trap '' USR1  # ignored, here and in what starts below, until the training takes
 
 CONFIG_FILE=${CONFIG_FILE:-./train_configs/debug_model.toml}
 if [[ -f $CONFIG_FILE ]]; then  # a path as the caller sees it, else one in the repository
-    CONFIG_FILE=$(cd "$(dirname "$CONFIG_FILE")" && pwd)/$(basename "$CONFIG_FILE")
+    # Without CDPATH, in which cd would also look, and print what it found.
+    CONFIG_FILE=$(CDPATH= cd -- "$(dirname -- "$CONFIG_FILE")" >/dev/null && pwd)/$(basename -- "$CONFIG_FILE")
 fi
-cd "$(dirname "${BASH_SOURCE[0]}")"
+CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 source scripts/setup.sh train
 
 # A mistake in the configuration is told once, in a second, and not by every rank.

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_dmuon.data import DataError, ShardWriter, Tokenizer, build_tokenizer
 from torchtitan_dmuon.data.corpus import find_files, read_jsonl, read_text
+from torchtitan_dmuon.data.shards import is_shard
 
 STAGING = ".staging"
 _CHUNK_CHARACTERS = 1 << 20
@@ -143,6 +144,9 @@ def prepare(arguments: argparse.Namespace) -> str:
     if output.exists() and not output.is_dir():
         raise DataError(f"--output {output} is a file: name a folder")
     old = sorted(output.glob("*.bin"))
+    # Whoever gives the folder as training.dataset_path reads all of them; and --overwrite must not delete it.
+    if foreign := [file for file in old if not is_shard(file)]:
+        raise DataError(f"{output} holds {foreign[0].name}, which is no token shard: choose another --output")
     if old and not arguments.overwrite:
         raise DataError(f"{output} already holds {old[0].name}: choose another --output or add --overwrite")
     suffix = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}[arguments.format]

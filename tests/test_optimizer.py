@@ -54,6 +54,10 @@ def test_groups_by_patterns(tmp_path):
     assert groups[0]["lr"] == 2e-3 and groups[0]["muon_weight_decay"] == 0.0
     with pytest.raises(ConfigError, match=r"optimizer.param_groups: table 0: pattern '\*.wz' matches no trainable"):
         group_parameters(model, [{"patterns": ["*.wz"]}])
+    with pytest.raises(
+        ConfigError, match=r"table 1: every parameter of its patterns is in an earlier table: put it bef"
+    ):
+        group_parameters(model, [{"patterns": ["*.wq.*", "*.wk.*"]}, {"patterns": ["layers.0.*.wq.*"]}])
 
 
 def test_the_same_groups_for_adamw(tmp_path):
@@ -64,6 +68,21 @@ def test_the_same_groups_for_adamw(tmp_path):
         (1e-3, (0.9, 0.95), 0.1),
         (1e-3, (0.9, 0.95), 0.1),
     ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", ["DMuon", "AdamW"])
+def test_the_logged_learning_rate_is_that_of_no_table(tmp_path, optimizer):
+    write_corpus(tmp_path / "corpus")
+    for tables, logged in [
+        ('[{patterns = ["norm.weight"], lr = 0}]', 1e-3),
+        ('[{patterns = ["*"], lr = 2e-3}]', 2e-3),
+        ("[]", 1e-3),
+    ]:
+        options = {"optimizer__name": optimizer, "optimizer__lr": 1e-3, "optimizer__param_groups": tables}
+        options |= {"training__steps": 2, "lr_scheduler__warmup_steps": 0, "checkpoint__enable": False}
+        run = train(1, *tiny(tmp_path, **options))
+        assert run.codes == [0] and run.steps[1][2] == logged, run.output
 
 
 def test_tables_round_trip_and_are_checked(tmp_path):
@@ -80,6 +99,12 @@ def test_tables_round_trip_and_are_checked(tmp_path):
         ('patterns = "a"', "table 0: patterns: found 'a', expected list of str"),
         ('patterns = ["a"]\nmomentum = 1.0', "table 0: momentum: found 1.0, expected float >= 0 and < 1, or none"),
         ('patterns = ["a"]\nadamw_betas = [0.9, 1]', r"adamw_betas: found \[0.9, 1.0\], expected list of float"),
+        (
+            'patterns = ["a"]\nadamw_betas = [0.9]',
+            r"found \[0.9\], expected list of float >= 0 and < 1, 2 of them, or none",
+        ),
+        ('patterns = ["a"]\nadamw_betas = [0.9, 0.9, 0.9]', "table 0: adamw_betas: found .*, 2 of them, or none"),
+        ("patterns = []", r"table 0: patterns: found \[\], expected list of str, at least 1 of them"),
         ('patterns = ["a"]\ndmuon_route = "moun"', "dmuon_route: found 'moun', expected one of"),
     ]:
         with pytest.raises(ConfigError, match=message):

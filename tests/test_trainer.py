@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.training import start_torchrun, tiny, train, write_corpus
+from torchtitan_dmuon.config import ConfigError, load_config
+from torchtitan_dmuon.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 
@@ -104,6 +108,19 @@ def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folde
     assert run.codes == [0, 0], run.output
     for step, values in eager.steps.items():
         assert run.steps[step] == pytest.approx(values, abs=2e-4), step
+
+
+@pytest.mark.parametrize(("degree", "tokens"), [(1, 64), (2, 32)])
+def test_tokens_and_flops_are_those_of_one_device(folder, degree, tokens):
+    """Tokens a second times seconds a step: ranks of one tensor-parallel group share the tokens of a step."""
+    options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree}
+    run = train(2, *tiny(folder, **options), fresh=True)
+    assert run.codes == [0, 0], run.output
+    flops = float(re.search(r"parameters, ([\d.e+]+) FLOPs a token", run.output)[1])
+    figures = re.findall(r"tokens/s: ([\d,]+)  TFLOP/s: [\d.]+  .*?step: ([\d.]+) ms", run.output)
+    assert len(figures) == 4 and flops > 0, run.output
+    for rate, milliseconds in figures:
+        assert float(rate.replace(",", "")) * float(milliseconds) / 1000 == pytest.approx(tokens, rel=0.03)
 
 
 def test_accumulation_does_not_change_the_losses(folder):
@@ -199,6 +216,15 @@ def assert_refused(run, message):
             "parallelism: data_parallel_replicate_degree 1 x data_parallel_shard_degree 3 x",
         ),
         ({"parallelism__tensor_parallel_degree": 2, "training__seq_len": 33}, "does not divide training.seq_len = 33"),
+        (
+            {
+                "parallelism__tensor_parallel_degree": 2,
+                "validation__enable": True,
+                "validation__dataset": "stdlib",
+                "validation__seq_len": 33,
+            },
+            "does not divide validation.seq_len = 33",
+        ),
         ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
         (
             {"dmuon__include": "*_norm.weight"},
@@ -212,6 +238,37 @@ def assert_refused(run, message):
 )
 def test_one_clear_line(folder, overrides, message):
     assert_refused(train(2, *tiny(folder, **overrides), timeout=60), message)
+
+
+def test_ranks_with_other_data_are_told_at_start(folder):
+    """Training as well as validation; a validation with another number of batches would wait for ever."""
+    for rank, documents in enumerate((4, 7)):
+        write_corpus(folder / f"corpus{rank}", documents)
+    other = folder / "corpus%RANK%"
+    assert_refused(
+        train(2, *tiny(folder, training__dataset_path=other)), "training.dataset: ranks see between 179 and 314 samples"
+    )
+    validation = {"enable": True, "dataset": "text", "dataset_path": other, "seq_len": 32, "freq": 1}
+    run = train(2, *tiny(folder, **{f"validation__{name}": value for name, value in validation.items()}))
+    assert_refused(run, "validation.dataset: ranks see between 179 and 314 samples; give every node the same files")
+
+
+@pytest.mark.parametrize(
+    ("key", "package"),
+    [
+        ("checkpoint.last_save_in_hf", "safetensors"),
+        ("checkpoint.initial_load_in_hf", "safetensors"),
+        ("metrics.enable_tensorboard", "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_told_at_start(folder, monkeypatch, key, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = tiny(
+        folder, **{key: True, "checkpoint.last_save_model_only": True, "checkpoint.initial_load_path": "x"}
+    )
+    with pytest.raises(ConfigError, match=f"^{key}: needs the package {package}: pip install {package}$"):
+        Trainer(load_config(arguments))
+    assert not torch.distributed.is_initialized()
 
 
 def test_half_written_checkpoints_are_skipped(folder):
@@ -242,6 +299,35 @@ def test_a_checkpoint_of_another_optimizer_gives_its_parameters_and_says_so(fold
 def test_non_finite_loss_stops_every_rank_before_anything_moves(folder):
     run = train(2, *tiny(folder, optimizer__lr="1e30", lr_scheduler__warmup_steps=0, checkpoint__interval=1))
     assert_refused(run, "the loss or the gradient norm is not finite")
+
+
+class LooksLater(Trainer):
+    """As with fused optimizers on CUDA: the flag is on the device, and the host does not look at it every step. A
+    signal asks for the end in step 3 if the description says so."""
+
+    def __init__(self, config, signals):
+        super().__init__(config, signals)
+        self._found_inf_on_device = True
+        self._watch = signals
+
+    def _train_step(self, batches):
+        self._watch.stop = self.step == 3 and self.config.job.description == "stop"
+        return super()._train_step(batches)
+
+
+@pytest.mark.parametrize("end", ["last step", "validation", "signal"])
+@pytest.mark.parametrize("optimizer", ["DMuon", "AdamW"])
+def test_non_finite_loss_is_found_before_the_run_looks_good(folder, optimizer, end):
+    options = {"optimizer__name": optimizer, "optimizer__lr": "1e30", "lr_scheduler__warmup_steps": 0}
+    options |= {"metrics__log_freq": 1000, "checkpoint__enable": False, "training__steps": 3}
+    if end == "validation":
+        options |= {"training__steps": 5, "validation__enable": True, "validation__freq": 3, "validation__seq_len": 32}
+        options |= {"validation__dataset": "text", "validation__dataset_path": folder / "corpus" / "000.txt"}
+    if end == "signal":
+        options |= {"training__steps": 5, "job__description": "stop"}
+    run = train(1, *tiny(folder, **options), trainer=LooksLater)
+    assert_refused(run, "the loss or the gradient norm is not finite; no weight has moved since")
+    assert list(run.steps) == [1] and "validation: step" not in run.output
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):

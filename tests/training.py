@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.pool import pool_of
+from torchtitan_dmuon.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,16 +46,15 @@ def write_corpus(folder: Path, documents: int = 40) -> str:
     return str(folder / "*.txt")
 
 
-def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, trainer: tuple[str, str] | None) -> None:
+def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, trainer: type[Trainer]) -> None:
     """In a pool worker: ``train.py``'s main with the environment torchrun would give it."""
     import train
 
-    options = {} if trainer is None else {"trainer": vars(importlib.import_module(trainer[0]))[trainer[1]]}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
         try:
-            code = train.main(arguments, **options)
+            code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments], trainer)
         except BaseException:
             traceback.print_exc()
             code = -1
@@ -64,17 +63,19 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, t
     Path(folder, f"{rank}.code").write_text(str(code))
 
 
-def train(world: int, *arguments: str, timeout: float = 120, fresh: bool = False, trainer: type | None = None) -> Run:
-    """``train.py`` on ``world`` ranks, in the pool's processes; with ``fresh`` in processes that no run with a mesh of
-    the same shape has used (DTensor's caches outlive its process groups). ``trainer`` takes the Trainer's place."""
+def train(
+    world: int, *arguments: str, timeout: float = 120, fresh: bool = False, trainer: type[Trainer] = Trainer
+) -> Run:
+    """``train.py`` on ``world`` ranks, in the pool's processes; ``%RANK%`` in an argument is the rank's number. With
+    ``fresh`` in processes that no run with a mesh of the same shape has used (DTensor's caches outlive its process
+    groups). ``trainer`` takes the Trainer's place."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         if fresh:
             pool_of(world).stop()
-        kwargs = {"arguments": list(arguments), "port": port, "folder": folder}
-        kwargs["trainer"] = None if trainer is None else (trainer.__module__, trainer.__name__)
+        kwargs = {"arguments": list(arguments), "port": port, "folder": folder, "trainer": trainer}
         pool_of(world).run("tests.training", "_main", kwargs, timeout)
         outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
         run = Run([int(Path(folder, f"{rank}.code").read_text()) for rank in range(world)], outputs)

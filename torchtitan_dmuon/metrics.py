@@ -57,6 +57,8 @@ class MetricsLogger:
         device: of the run.
         flops_per_token: model FLOPs of one token's forward and backward.
         newton_schulz_flops: FLOPs of this rank's Newton-Schulz per optimizer step; 0 without Muon.
+        tensor_parallel_degree: ranks that share the work on each token: tokens/s, TFLOP/s and MFU are those of one
+            device, so that times the number of devices they are the run's.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class MetricsLogger:
         device: torch.device,
         flops_per_token: int,
         newton_schulz_flops: int,
+        tensor_parallel_degree: int = 1,
     ) -> None:
         self._device = device
+        self._sharers = tensor_parallel_degree
         self._flops_per_token = flops_per_token
         self._newton_schulz_flops = newton_schulz_flops
         on_cuda = device.type == "cuda"
@@ -100,7 +104,7 @@ class MetricsLogger:
         self._tokens = 0
 
     def count_step(self, tokens: int) -> None:
-        """One more optimizer step, over ``tokens`` tokens of this rank."""
+        """One more optimizer step, over ``tokens`` tokens that this rank read."""
         self._steps += 1
         self._tokens += tokens
 
@@ -119,7 +123,7 @@ class MetricsLogger:
         """End the window with a log line. ``loss`` and ``grad_norm`` are of ``step``, read from the device before."""
         seconds = time.perf_counter() - self._begin - self._paused
         steps = self._steps
-        tokens_per_second = self._tokens / seconds
+        tokens_per_second = self._tokens / self._sharers / seconds
         tflops = tokens_per_second * self._flops_per_token / 1e12
         optimizer_ms = self.optimizer.take_ms() / steps
         scalars = {

@@ -65,7 +65,7 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
     A parameter belongs to the first table that has a pattern for it.
 
     Raises:
-        ConfigError: a pattern that matches nothing.
+        ConfigError: a pattern that matches nothing, or a table that the ones before it leave nothing.
     """
     left = {dmuon.canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad}
     everything = list(left)
@@ -79,11 +79,21 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
                 raise ConfigError("optimizer.param_groups", None, problem)
             names |= dict.fromkeys(hits)
         params = [left.pop(name) for name in names if name in left]
+        if not params:
+            problem = f"table {position}: every parameter of its patterns is in an earlier table: put it before those"
+            raise ConfigError("optimizer.param_groups", None, problem)
         values = {name: value for name, value in table.items() if name != "patterns" and value is not None}
         groups.append({"group_name": f"group{position}", **values, "params": params})
     if left or not tables:
         groups.append({"group_name": _BASE_GROUP, "params": list(left.values())})
     return groups
+
+
+def base_group(optimizer: torch.optim.Optimizer) -> int:
+    """Position among ``optimizer.param_groups`` of the one that stands for all: what no table has taken, the matrices
+    of it if Muon has any; the first one when the tables have taken everything."""
+    names = [group["group_name"].partition("/")[0] for group in optimizer.param_groups]
+    return names.index(_BASE_GROUP) if _BASE_GROUP in names else 0
 
 
 def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:

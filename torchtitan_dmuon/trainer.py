@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from models import get_model_args, get_model_spec
 from models.layers import parameter_seed
 from torchtitan_dmuon import dmuon
-from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState
+from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState, check_shared
 from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_toml
 from torchtitan_dmuon.data import (
     IGNORE_INDEX,
@@ -37,7 +38,7 @@ from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
 from torchtitan_dmuon.metrics import MetricsLogger
-from torchtitan_dmuon.optimizer import build_newton_schulz, build_optimizer, clip_gradients, guarded_step
+from torchtitan_dmuon.optimizer import base_group, build_newton_schulz, build_optimizer, clip_gradients, guarded_step
 from torchtitan_dmuon.parallel import ParallelDims, all_reduce, check_tensor_parallel, parallelize
 from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
 from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
@@ -74,16 +75,14 @@ class Trainer:
             problem = f"found true, expected one process to make it, but there are {world_size}: set NGPU=1"
             raise ConfigError("checkpoint.create_seed_checkpoint", None, problem)
         self.folder = _writable_folder(config)
+        _check_packages(config)
         tokenizer = _tokenizer(config)
         model_args = _model_args(config, tokenizer.vocab_size)
-        check_tensor_parallel(
-            dims.tp,
-            {
-                "the model's n_heads": model_args.n_heads,
-                "the model's n_kv_heads": model_args.n_kv_heads,
-                "training.seq_len": training.seq_len,
-            },
-        )
+        split = {"the model's n_heads": model_args.n_heads, "the model's n_kv_heads": model_args.n_kv_heads}
+        split["training.seq_len"] = training.seq_len
+        if config.validation.enable:
+            split["validation.seq_len"] = config.validation.seq_len
+        check_tensor_parallel(dims.tp, split)
         build_newton_schulz(config)  # checks its keys
         loader_options = {**vars(training.dataloader), "dp_size": dims.dp_size, "seed": config.debug.seed}
 
@@ -114,10 +113,13 @@ class Trainer:
         self.dp_lanes, self.lanes = self.meshes.dp_lanes, self.meshes.lanes
         self.loss_context = loss_parallel if uses_loss_parallel(config) else contextlib.nullcontext
         _same_everywhere("training.dataset", len(dataset))
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            check_shared(self.folder / config.checkpoint.folder)
 
         self.loader = training_loader(self.meshes.dp_rank)
         self.validation_loader = None
         if validation_set is not None:
+            _same_everywhere("validation.dataset", len(validation_set))
             self.validation_loader = build_loader(
                 validation_set,
                 local_batch_size=config.validation.local_batch_size,
@@ -148,7 +150,9 @@ class Trainer:
         ns_flops = 0
         if isinstance(self.optimizer, dmuon.Muon):
             ns_flops = self.optimizer.newton_schulz_flops
-        self.metrics = MetricsLogger(config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops)
+        self.metrics = MetricsLogger(
+            config.metrics, self.folder, self.rank, self.device, flops_per_token, ns_flops, dims.tp
+        )
 
     # ---------------------------------------------------------------- building
 
@@ -257,7 +261,7 @@ class Trainer:
             stopped = False
             while self.step < config.training.steps and not stopped:
                 self.step += 1
-                lr = self.scheduler.get_last_lr()[0]
+                lr = self.scheduler.get_last_lr()[base_group(self.optimizer)]
                 loss, grad_norm = self._train_step(batches)
                 if self.step == first or self.step % config.metrics.log_freq == 0:
                     self._raise_if_bad()
@@ -341,8 +345,11 @@ class Trainer:
         asked = self.requests.read()
         if asked.failed:
             self.checkpointer.wait()  # raises what went wrong, on every rank
-        if self.checkpointer.due(self.step, last) or (asked.any and self.checkpointer.due(self.step, True)):
-            self._raise_if_bad()
+        saving = self.checkpointer.due(self.step, last) or (asked.any and self.checkpointer.due(self.step, True))
+        validating = self.validation_loader is not None and (last or self.step % config.validation.freq == 0)
+        if saving or validating or asked.stop or last:
+            self._raise_if_bad()  # neither saved nor validated, and no end of a run that would look like a good one
+        if saving:
             with self.metrics.paused():
                 self.checkpointer.save(self._state(), last=last, stopping=asked.stop)
         elif asked.save and not self.checkpointer.can_save:
@@ -351,7 +358,7 @@ class Trainer:
             )
         if asked.stop:
             return True
-        if self.validation_loader is not None and (last or self.step % config.validation.freq == 0):
+        if validating:
             with self.metrics.paused():
                 loss = validate(
                     self.model,
@@ -393,6 +400,19 @@ def _writable_folder(config: JobConfig) -> Path:
     return folder
 
 
+def _check_packages(config: JobConfig) -> None:
+    """Optional packages that are imported only later, some of them after the last step."""
+    checkpoint = config.checkpoint
+    needed = {
+        "checkpoint.last_save_in_hf": (checkpoint.last_save_in_hf, "safetensors"),
+        "checkpoint.initial_load_in_hf": (checkpoint.initial_load_in_hf, "safetensors"),
+        "metrics.enable_tensorboard": (config.metrics.enable_tensorboard, "tensorboard"),
+    }
+    for key, (wanted, package) in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(key, None, f"needs the package {package}: pip install {package}")
+
+
 def _tokenizer(config: JobConfig) -> Tokenizer:
     try:
         return build_tokenizer(config.model.hf_assets_path)
@@ -422,7 +442,8 @@ def _model_args(config: JobConfig, tokenizer_vocab: int) -> object:
 
 
 def _same_everywhere(key: str, samples: int) -> None:
-    """Collective. Nodes with different files would otherwise train on different orders without a word."""
+    """Collective. Nodes with different files would otherwise train on different orders without a word, and validate in
+    different numbers of batches, where one waits for another that has none left."""
     counts = torch.tensor([samples, -samples], dtype=torch.float64)
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     most, least = int(counts[0]), int(-counts[1])

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -105,6 +106,34 @@ def test_an_unwritable_folder_is_found_before_the_first_step(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/checkpoint").write_text("")
     assert_refused(train(2, *tiny(tmp_path)), "checkpoint.folder: cannot write to")
+
+
+def test_a_folder_of_each_rank_is_found_before_the_first_step(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    run = train(2, *tiny(tmp_path, job__dump_folder=tmp_path / "node%RANK%"))
+    assert_refused(run, "job.dump_folder must be on a file system that all ranks share")
+    assert not list(tmp_path.glob("node*/checkpoint/*")), "the probe leaves nothing"
+
+
+@distributed(world=2)
+def test_a_save_into_a_folder_of_each_rank_fails(rank, world, tmp_path):
+    """Rank 0 would vouch for files that it does not have. So too when one of them is cut off."""
+    model, optimizer, held = trained(rank, world)
+    saver = checkpointer(tmp_path, model, optimizer)
+    saver.save(state_at(1))
+    own = checkpointer(tmp_path / f"node{rank}", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"no such file where another rank wrote __1_0.distcp.*all ranks share"):
+        own.save(state_at(2))
+    assert not list(tmp_path.glob("node0/step-*"))
+    checksums = saving._own_checksums
+    with mock.patch.object(saving, "_own_checksums") as wrong:
+        wrong.side_effect = lambda *args, **kw: {
+            name: (size + rank, crc) for name, (size, crc) in checksums(*args, **kw).items()
+        }
+        with pytest.raises(CheckpointError, match=r"step-3: rank 0 finds \d+ bytes where another rank wrote __1_0"):
+            saver.save(state_at(3))
+    dist.barrier()
+    assert_loads(tmp_path, world, held)
 
 
 def _rank_that_may_die(rank, port, folder, mode, answers):

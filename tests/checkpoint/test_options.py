@@ -141,6 +141,26 @@ def test_seed_checkpoint_and_load_only(tmp_path):
             "checkpoint.initial_load_model_only (command line): found false, expected true",
         ),
         ({"enable": False, "initial_load_path": "x"}, "expected checkpoint.enable = true with it"),
+        (
+            {"enable": False, "load_step": 3},
+            "checkpoint.load_step (command line): found 3, expected checkpoint.enable =",
+        ),
+        (
+            {"enable": False, "exclude_from_loading": "rng"},
+            "checkpoint.exclude_from_loading (command line): found ['rng'], expected checkpoint.enable = true with it",
+        ),
+        (
+            {"enable": False, "load_only": True},
+            "checkpoint.load_only (command line): found True, expected checkpoint.en",
+        ),
+        (
+            {"enable": False, "enable_first_step_checkpoint": True},
+            "checkpoint.enable_first_step_checkpoint (command line): found True, expected checkpoint.enable = true",
+        ),
+        (
+            {"enable": False, "initial_load_model_only": False},
+            "checkpoint.initial_load_model_only (command line): found False, expected checkpoint.enable = true with it",
+        ),
         ({"async_mode": "Async"}, "checkpoint.async_mode (command line): found 'Async', expected one of 'disabled'"),
         ({"enable_ft_dataloader_checkpoints": True}, "this TorchTitan feature does not exist"),
     ],

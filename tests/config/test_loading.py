@@ -1,6 +1,7 @@
 """Loading a JobConfig: precedence, types, ranges, error lines and placeholders."""
 
 import dataclasses
+import os
 
 import pytest
 
@@ -166,6 +167,15 @@ def test_refused_in_toml(toml, text, message):
     assert found.startswith(message) if message.endswith(": ") else found == message
 
 
+@pytest.mark.parametrize("name", ["job.dump_folder", "job.description", "dmuon.include"])
+def test_bytes_that_are_no_utf_8(name):
+    """As Python gives them to a program; the config could not be written beside a checkpoint."""
+    text = os.fsdecode(b"o/\xff")
+    found = repr([text] if name == "dmuon.include" else text)
+    assert error_of([f"--{name}", text]) == f"{name} (command line): found {found}, expected UTF-8 text"
+    assert load_config([f"--{name}", "o/\u00e9\U0001f600"])
+
+
 def test_a_huge_integer_is_no_float(toml):
     assert error_of(toml(f"[optimizer]\nlr = {10**400}")) == "optimizer.lr (c.toml): found inf, expected float >= 0"
 
@@ -305,3 +315,35 @@ def test_unknown_placeholders(name):
         f"job.dump_folder (command line): found placeholder {{{name}}}, "
         "expected {section.key} of a single value that is set, outside [job]"
     )
+
+
+# ---- paths
+
+PATHS = [name for name, spec in KEYS.items() if spec.path]
+
+
+def test_every_key_of_a_path_is_declared_one():
+    named = [name for name in KEYS if name.endswith(("_path", "_folder", ".folder", "_file"))]
+    assert set(named) == set(PATHS)
+
+
+@pytest.mark.parametrize("name", [name for name in PATHS if name != "job.config_file"])
+def test_home_folder(name, toml, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    allow = ["--training.dataset", "text", "--training.dataset_path", "d", "--validation.dataset", "text"]
+    allow += ["--checkpoint.enable"]
+    section, _, key = name.rpartition(".")
+    assert value_of(load_config([*allow, f"--{name}=~/a/*.txt"]), name) == "/home/me/a/*.txt"
+    if name != "training.dataset_path":
+        assert value_of(load_config([*toml(f"[{section}]\n{key} = '~'\n"), *allow]), name) == "/home/me"
+    assert value_of(load_config([*allow, f"--{name}=a/~/b"]), name) == "a/~/b"
+    assert error_of([*allow, f"--{name}=~nobody-here/a"]) == (
+        f"{name} (command line): found '~nobody-here/a', expected a user's name after ~; "
+        "write ./~nobody-here/a for a file of that name"
+    )
+
+
+def test_home_folder_of_the_config_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_text("[training]\nsteps = 300\n")
+    assert load_config(["--job.config_file=~/c.toml"]).training.steps == 300

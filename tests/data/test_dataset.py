@@ -33,6 +33,9 @@ def test_build_dataset(tmp_path):
     (tmp_path / "a.txt").write_text("abcd")
     dataset = build_dataset("text", str(tmp_path / "a.txt"), "text", ByteTokenizer(), 2, tmp_path / "cache")
     assert [dataset[i]["labels"].tolist() for i in range(len(dataset))] == [[98, 99], [100, 256]]
+    arguments = ("text", str(tmp_path / "a.txt"), "text", ByteTokenizer(), 9, tmp_path / "cache")
+    with pytest.raises(DataError, match=r"^validation.seq_len: the corpus holds 5 tokens but one sample needs"):
+        build_dataset(*arguments, section="validation")
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 65, 1000, 4096, 4097])

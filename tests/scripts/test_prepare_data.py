@@ -120,6 +120,22 @@ def test_existing_shards_are_kept_unless_told(tmp_path):
     assert stored(output) == {"shard_00000.bin": TOKENS}
 
 
+def test_files_of_others_are_never_deleted(tmp_path):
+    source, output = write_input(tmp_path / "in", "text"), tmp_path / "out"
+    arguments = ["--input", source, "--format", "text", "--output", output, "--overwrite"]
+    output.mkdir()
+    for name in ("pytorch_model.bin", "shard_00000.bin"):
+        (output / name).write_bytes(b"weights")
+        refused = run(tmp_path, *arguments)
+        assert refused.returncode == 1
+        assert refused.stderr == f"error: {output} holds {name}, which is no token shard: choose another --output\n"
+        assert [path.name for path in output.iterdir()] == [name]
+        (output / name).unlink()
+    (output / "old.bin").write_bytes(b"DMUONTOK cut off")  # a shard of ours, if a broken one
+    assert run(tmp_path, *arguments).returncode == 0
+    assert stored(output) == {"shard_00000.bin": TOKENS}
+
+
 def test_failure_leaves_the_old_shards(tmp_path):
     source, output = write_input(tmp_path / "in", "jsonl"), tmp_path / "out"
     arguments = ["--input", source, "--format", "jsonl", "--output", output, "--overwrite"]

@@ -12,6 +12,7 @@ decides.
 
 from torchtitan_dmuon.checkpoint.checkpointer import Checkpointer
 from torchtitan_dmuon.checkpoint.directory import CheckpointError
+from torchtitan_dmuon.checkpoint.saving import check_shared
 from torchtitan_dmuon.checkpoint.state import Contents, Tensors, TrainState
 
-__all__ = ["CheckpointError", "Checkpointer", "Contents", "Tensors", "TrainState"]
+__all__ = ["CheckpointError", "Checkpointer", "Contents", "Tensors", "TrainState", "check_shared"]

@@ -53,7 +53,7 @@ def checksum(path: Path) -> tuple[int, int]:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a small file and bring it to disk. Raises OSError."""
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

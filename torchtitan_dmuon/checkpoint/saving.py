@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,12 +28,16 @@ from torchtitan_dmuon.checkpoint.directory import (
     write_durably,
 )
 from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
-from torchtitan_dmuon.distributed import agree
+from torchtitan_dmuon.config import ConfigError
+from torchtitan_dmuon.distributed import agree, first_problem
 from torchtitan_dmuon.dmuon.chunks import Chunks, parts_of
 
 # The DefaultStager of torch 2.11 and 2.12 takes itself apart when it has staged once: there every save makes (and page-
 # locks) memory of its own.
 _STAGERS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+_MUST_BE_SHARED = "job.dump_folder must be on a file system that all ranks share"
+_PROBE_SECONDS = 5.0  # a network file system may show a new file late
 
 
 class LogicalStager(AsyncStager):
@@ -256,8 +263,9 @@ class Saver:
         problem = next((found for found, _ in everyone if found), None)
         if rank == 0:
             try:
+                files = {name: entry for _, part in everyone for name, entry in part.items()}
+                problem = problem or _missing_because(temporary, files)
                 if problem is None:
-                    files = {name: entry for _, part in everyone for name, entry in part.items()}
                     publish(temporary, final, dict(sorted(files.items())))
                     done()
                 else:
@@ -267,6 +275,48 @@ class Saver:
         problem = agree(problem, group=self._group)
         if problem:
             raise CheckpointError(_message(final, problem))
+
+
+def _missing_because(folder: Path, files: Checksums) -> str | None:
+    """On rank 0, before it vouches for ``files``: which of them is not there as its rank wrote it."""
+    for name, (size, _) in files.items():
+        try:
+            with (folder / name).open("rb") as file:  # opened: NFS asks its server again only then
+                found = f"{file.seek(0, os.SEEK_END)} bytes"
+        except FileNotFoundError:
+            found = "no such file"
+        if found != f"{size} bytes":
+            return f"rank 0 finds {found} where another rank wrote {name} of {size} bytes; {_MUST_BE_SHARED}"
+    return None
+
+
+def check_shared(folder: Path) -> None:
+    """Collective over all ranks. Every rank finds what rank 0 writes into ``folder``.
+
+    Raises:
+        ConfigError: on every rank, when one does not.
+    """
+    probe, problem = agree(_write_probe(folder) if dist.get_rank() == 0 else None)
+    if problem:
+        raise ConfigError("checkpoint.folder", None, f"cannot write to {folder}: {problem}")
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while not (there := (folder / probe).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    problem = first_problem(None if there else f"{folder.absolute()} lacks a file that rank 0 has just written there")
+    if dist.get_rank() == 0:
+        (folder / probe).unlink(missing_ok=True)
+    if problem:
+        raise ConfigError("checkpoint.folder", None, f"{problem}; {_MUST_BE_SHARED}")
+
+
+def _write_probe(folder: Path) -> tuple[str, str | None]:
+    """An empty file with a name that no other run has taken, or why there is none."""
+    name = f".shared-{uuid.uuid4().hex}"
+    try:
+        (folder / name).touch()
+    except OSError as error:
+        return name, _reason(error)
+    return name, None
 
 
 def _own_checksums(temporary: Path, rank: int, everything: bool) -> Checksums:

@@ -16,9 +16,9 @@ from torchtitan_dmuon.config.key import KeySpec, key, key_specs
 class Job:
     """The run as a whole."""
 
-    config_file: str | None = key(None, "TOML file to read; command line only", compare=False)
+    config_file: str | None = key(None, "TOML file to read; command line only", path=True, compare=False)
     dump_folder: str = key(
-        "./outputs", "folder of everything the run writes; {section.key} is replaced by that key's value"
+        "./outputs", "folder of everything the run writes; {section.key} is replaced by that key's value", path=True
     )
     description: str = key("default job", "free text for the log; {section.key} is replaced as in dump_folder")
     print_config: bool = key(False, "print the resolved config at start")
@@ -29,12 +29,12 @@ class Profiling:
     """torch.profiler traces and CUDA memory snapshots."""
 
     enable_profiling: bool = key(False, "write a torch.profiler trace every profile_freq steps")
-    save_traces_folder: str = key("profile_traces", "trace folder inside job.dump_folder")
+    save_traces_folder: str = key("profile_traces", "trace folder inside job.dump_folder", path=True)
     profile_freq: int = key(10, "steps from one trace (or memory snapshot) to the next", minimum=1)
     profiler_active: int = key(1, "steps recorded in one trace", minimum=1)
     profiler_warmup: int = key(3, "steps the profiler runs before it records", minimum=0)
     enable_memory_snapshot: bool = key(False, "write CUDA memory snapshots, also when memory runs out")
-    save_memory_snapshot_folder: str = key("memory_snapshot", "snapshot folder inside job.dump_folder")
+    save_memory_snapshot_folder: str = key("memory_snapshot", "snapshot folder inside job.dump_folder", path=True)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Metrics:
     log_freq: int = key(10, "steps between two log lines", minimum=1)
     enable_tensorboard: bool = key(False, "write TensorBoard event files")
     disable_color_printing: bool = key(False, "log without ANSI colors")
-    save_tb_folder: str = key("tb", "TensorBoard folder inside job.dump_folder")
+    save_tb_folder: str = key("tb", "TensorBoard folder inside job.dump_folder", path=True)
     save_for_all_ranks: bool = key(False, "write metrics on every rank instead of rank 0 only")
 
 
@@ -54,7 +54,7 @@ class Model:
 
     name: str = key("llama3", "model family, a folder of models/")
     flavor: str = key("debugmodel", "size of the family to build")
-    hf_assets_path: str | None = key(None, "folder with tokenizer.json; none is the byte-level tokenizer")
+    hf_assets_path: str | None = key(None, "folder with tokenizer.json; none is the byte-level tokenizer", path=True)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ParamGroup:
     the first group with a pattern for it, and those of no group to one called base. AdamW alone (optimizer.name)
     takes the values that this table gives for AdamW."""
 
-    patterns: list[str] = key(None, "FQN globs of the parameters; each must match one")
+    patterns: list[str] = key(None, "FQN globs of the parameters; each must match one", min_items=1)
     group_name: str | None = key(None, "name of the group; none is group and its number")
     lr: float | None = key(None, "peak learning rate of both halves", minimum=0)
     weight_decay: float | None = key(None, "weight decay of both halves", minimum=0)
@@ -73,7 +73,7 @@ class ParamGroup:
     adamw_weight_decay: float | None = key(None, "weight decay of the rest", minimum=0)
     momentum: float | None = key(None, "Muon momentum", minimum=0, below=1)
     nesterov: bool | None = key(None, "Nesterov momentum")
-    adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1)
+    adamw_betas: list[float] | None = key(None, "AdamW decay of both moments", item=float, minimum=0, below=1, items=2)
     adamw_eps: float | None = key(None, "AdamW term added to the denominator", minimum=0)
     dmuon_route: str | None = key(
         None, "route of all its dedicated parameters", choices=("muon", "adamw", "sharded_adamw")
@@ -131,7 +131,7 @@ class Training:
     """Data, batch, length and precision of the training loop."""
 
     dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=_DATASETS)
-    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib")
+    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
     text_key: str = key("text", "field of a jsonl record that holds the text")
     local_batch_size: int = key(8, "sequences of one micro-batch on one data-parallel rank", minimum=1)
     global_batch_size: int = key(
@@ -174,7 +174,7 @@ class Checkpoint:
     """Saving and resuming."""
 
     enable: bool = key(False, "save checkpoints, and resume from the folder when it holds one")
-    folder: str = key("checkpoint", "checkpoint folder inside job.dump_folder")
+    folder: str = key("checkpoint", "checkpoint folder inside job.dump_folder", path=True)
     interval: int = key(500, "steps between two checkpoints", minimum=1)
     keep_latest_k: int = key(10, "checkpoints kept; 0 keeps all", minimum=0)
     async_mode: str = key(
@@ -187,7 +187,7 @@ class Checkpoint:
     load_only: bool = key(False, "load, but never save")
     exclude_from_loading: list[str] = key([], "parts of a checkpoint that are not loaded", choices=_STATES)
     initial_load_path: str | None = key(
-        None, "checkpoint (a step-N folder, or a HuggingFace one) to start from while the folder holds none"
+        None, "checkpoint (a step-N folder, or a HuggingFace one) to start from while the folder holds none", path=True
     )
     initial_load_model_only: bool = key(True, "of the initial checkpoint take only the weights")
     initial_load_in_hf: bool = key(
@@ -240,7 +240,7 @@ class Validation:
 
     enable: bool = key(False, "run validation")
     dataset: str = key("stdlib", "kind of data, as training.dataset", choices=_DATASETS)
-    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib")
+    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
     local_batch_size: int = key(8, "sequences of one batch on one data-parallel rank", minimum=1)
     seq_len: int = key(2048, "tokens of one sequence", minimum=1)
     freq: int = key(10, "training steps between two validations", minimum=1)
@@ -400,11 +400,20 @@ def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
             )
 
 
+# What a run starts from and what it writes: left out of a run without checkpoints, this would go unnoticed. How and how
+# often they are written may stay in a file where they are switched off.
+_NEEDS_CHECKPOINTS = (
+    *("load_step", "load_only", "exclude_from_loading"),
+    *("initial_load_path", "initial_load_model_only", "initial_load_in_hf"),
+    *("enable_first_step_checkpoint", "create_seed_checkpoint", "last_save_model_only"),
+)
+
+
 def _checkpoint_conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
-        for name in ("initial_load_path", "initial_load_in_hf", "create_seed_checkpoint", "last_save_model_only"):
-            if (value := vars(checkpoint)[name]) is not None and value is not False:
+        for name in _NEEDS_CHECKPOINTS:
+            if (value := vars(checkpoint)[name]) != KEYS[f"checkpoint.{name}"].default:
                 yield f"checkpoint.{name}", f"found {value!r}, expected checkpoint.enable = true with it"
     if checkpoint.load_only and checkpoint.create_seed_checkpoint:
         yield "checkpoint.create_seed_checkpoint", "found true, expected checkpoint.load_only = false with it"

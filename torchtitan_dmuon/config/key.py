@@ -5,6 +5,7 @@ The keys themselves are in `job_config`.
 
 import difflib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -33,7 +34,8 @@ class KeySpec:
 
     `type` is bool, int, float, str or list (of `item`). `special` is a value allowed outside the range. The rules
     for numbers are those of the items where the key is a list of numbers. `table` is the dataclass whose keys the
-    tables of a list of tables have.
+    tables of a list of tables have. `items` and `min_items` say how many
+    a list has, exactly and at least. `path` says that the text is a path, in which `~` is the home folder.
     """
 
     name: str
@@ -49,6 +51,9 @@ class KeySpec:
     special: int | None = None
     item: type = str
     table: type | None = None
+    items: int | None = None
+    min_items: int = 0
+    path: bool = False
 
     @property
     def section(self) -> str:
@@ -65,6 +70,8 @@ class KeySpec:
         bounds = {">=": self.minimum, ">": self.above, "<=": self.maximum, "<": self.below}
         limits = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
         text = " ".join([text, " and ".join(limits)]).rstrip()
+        text += f", {self.items} of them" if self.items is not None else ""
+        text += f", at least {self.min_items} of them" if self.min_items else ""
         text += f", or {self.special}" if self.special is not None else ""
         return text + (", or none" if self.optional else "")
 
@@ -80,9 +87,28 @@ class KeySpec:
             value = [float(item) if type(item) is int else item for item in value]
         if self.table is not None and type(value) is list and all(type(item) is dict for item in value):
             return [self._check_table(position, item) for position, item in enumerate(value)]
+        for text in value if type(value) is list else [value]:
+            # Bytes of the command line that are no UTF-8; the resolved config is written as TOML, which is UTF-8.
+            if type(text) is str and not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+                raise ValueError(f"found {value!r}, expected UTF-8 text")
         if not self._allows(value):
             raise ValueError(f"found {value!r}, expected {self.expected()}")
         return value
+
+    def expand(self, value: Any) -> Any:
+        """Return a checked `value` with `~` replaced by the home folder, if it is a path.
+
+        Raises:
+            ValueError: there is no such user.
+        """
+        if not self.path or value is None:
+            return value
+        expanded = os.path.expanduser(value)
+        if expanded.startswith("~"):
+            raise ValueError(
+                f"found {value!r}, expected a user's name after ~; write ./{value} for a file of that name"
+            )
+        return expanded
 
     def _allows(self, value: Any) -> bool:
         if value is None:
@@ -90,6 +116,8 @@ class KeySpec:
         if type(value) is not self.type:  # not isinstance: True is no int
             return False
         if self.type is list:
+            if len(value) < self.min_items or self.items not in (None, len(value)):
+                return False
             return all(type(item) is self.item and self._in_range(item) for item in value)
         if self.type is float and not math.isfinite(value):
             return False

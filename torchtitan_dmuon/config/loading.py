@@ -41,6 +41,7 @@ def load_config(argv: list[str]) -> JobConfig:
     layers = [(_COMMAND_LINE, arguments)]
     config_file = arguments.get("job.config_file")
     if config_file is not None:
+        config_file = _expanded("job.config_file", config_file, _COMMAND_LINE)
         layers.insert(0, (config_file, _read_toml(config_file)))
 
     values = {name: spec.default for name, spec in KEYS.items()}
@@ -55,6 +56,7 @@ def load_config(argv: list[str]) -> JobConfig:
 
     for name in _TEMPLATES:
         values[name] = _fill_placeholders(name, values, sources[name])
+    values = {name: _expanded(name, value, sources[name]) for name, value in values.items()}
     config = _build(JobConfig, "", values)
     for name, problem in conflicts(config):
         raise ConfigError(name, sources[name], problem)
@@ -233,6 +235,13 @@ def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
         value = _build(SECTIONS[path], f"{path}.", values) if path in SECTIONS else values[path]
         arguments[field.name] = list(value) if isinstance(value, list) else value
     return cls(**arguments)
+
+
+def _expanded(name: str, value: Any, source: str) -> Any:
+    try:
+        return KEYS[name].expand(value)
+    except ValueError as error:
+        raise ConfigError(name, source, str(error)) from None
 
 
 def _fill_placeholders(name: str, values: dict[str, Any], source: str) -> str:

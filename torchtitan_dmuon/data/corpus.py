@@ -169,7 +169,11 @@ def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str 
                     logger.info("tokenizing %d files into %s", len(documents.files), file)
                     _write_cache(documents, tokenizer, file)
         except OSError as error:
-            raise DataError(f"cannot write the token cache {file}: {error}; choose another cache folder") from error
+            reason = error.strerror or error
+            raise DataError(
+                f"cannot write the token cache {file.absolute()}: {reason}; make {folder.absolute()} writable, or a "
+                "symbolic link to a folder that is"
+            ) from error
     return TokenStream([file])
 
 

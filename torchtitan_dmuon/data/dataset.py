@@ -136,4 +136,7 @@ def build_dataset(
         DataError: see `corpus.build_tokens` and `PackedDataset`.
     """
     tokens = build_tokens(name, path, text_key, tokenizer, cache_folder, section=section)
-    return PackedDataset(tokens, seq_len)
+    try:
+        return PackedDataset(tokens, seq_len)
+    except DataError as error:
+        raise DataError(f"{section}.seq_len: {error}") from None

@@ -47,6 +47,15 @@ class ShardHeader:
         )
 
 
+def is_shard(path: str | Path) -> bool:
+    """Whether a file says that it is a token shard, be it complete or not."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def read_header(path: str | Path) -> ShardHeader:
     """Reads and checks the header of the shard at `path`.
 
