@@ -12,7 +12,7 @@ from tests.training import tiny, train, write_corpus
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
 from torchtitan_dmuon.dmuon.blocks import split_heads
-from torchtitan_dmuon.optimizer import build_optimizer, group_parameters
+from torchtitan_dmuon.optimizer import build_optimizer, group_parameters, guarded_step
 from torchtitan_dmuon.parallel import parallelize
 from torchtitan_dmuon.parallel.parallelize import plan_dedication
 
@@ -119,6 +119,18 @@ def test_every_key_reaches_the_optimizer(tmp_path):
 def test_plan_is_untouched_by_the_new_keys():
     config = load_config([])
     assert plan_dedication(Llama3(ARGS), config.dmuon)["layers.0.attention.wq.weight"].muon
+
+
+@pytest.mark.parametrize("flag", [2.0, -1.0, torch.nan])
+def test_a_guarded_adamw_stands_still_whatever_the_flag_is_but_zero(flag):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = torch.ones(3)
+    guarded_step(optimizer, torch.tensor(flag))
+    assert weight.eq(1).all() and optimizer.state[weight]["step"] == 0
+    weight.grad = torch.ones(3)
+    guarded_step(optimizer, torch.tensor(0.0))
+    assert weight.lt(1).all() and optimizer.state[weight]["step"] == 1
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ def new_state(like: torch.Tensor, step_device: torch.device | str, dtype: torch.
 
 
 def update(piece: Piece, state: dict[str, Any], group: dict[str, Any], found_inf: torch.Tensor | None) -> None:
-    """One AdamW step of a piece. Where no rank had a gradient, or ``found_inf`` is not zero, nothing moves: the fused
-    kernel looks at the flag itself, so the host does not wait."""
+    """One AdamW step of a piece. Where no rank had a gradient, or ``found_inf`` (zero or one) is one, nothing moves:
+    the fused kernel looks at the flag itself, so the host does not wait."""
     if not piece.numel:
         return
     skip = piece.grad_count.eq(0).float()

@@ -236,8 +236,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: evaluated first, as in every PyTorch optimizer.
-            found_inf: 0-D float tensor on the device. Where it is not zero nothing moves, without the host having to
-                know. Needs ``adamw_implementation="fused"``.
+            found_inf: 0-D float tensor on the device. Where it is not zero (NaN is not) nothing moves, without the host
+                having to know. Needs ``adamw_implementation="fused"``.
 
         Raises:
             ValueError: ``found_inf`` with an AdamW that is not fused.
@@ -246,6 +246,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f"found_inf needs adamw_implementation='fused', this optimizer has {self._adamw_implementation!r}"
             )
+        if found_inf is not None:
+            # A summed flag may be 2; PyTorch's fused AdamW skips at 1 only, and takes the flag off its step count.
+            found_inf = (found_inf != 0).float()
         loss = None
         if closure is not None:
             with torch.enable_grad():
