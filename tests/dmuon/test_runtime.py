@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.dmuon.harness import DEVICE, assert_same, build, flat_mesh, full_weights, train, weights_of
-from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.dmuon.harness import DEVICE, EVERY_ROUTE, assert_same, build, flat_mesh, full_weights, train, weights_of
+from tests.oracle import Block, OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 
 
@@ -199,6 +199,36 @@ def test_custom_boundaries(rank, world):
     ]:  # fmt: skip
         model, optimizer = build(world, hook_boundary_predicate=accept, strict_hook_boundary=strict)
         assert names <= {unit.name for unit in model._dmuon_runtime.units}
+        train(model, optimizer, 2, rank)
+        assert_same(full_weights(model), weights_of(oracle))
+
+
+class Looped(ToyModel):
+    """Its first and last block are one module, and every block holds one common projection."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        self.layers[2] = self.layers[0]
+        self.layers[1].q_proj = self.layers[0].q_proj
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=2)
+def test_boundaries_of_modules_with_several_names(rank, world, mode):
+    """A module registered twice is one boundary, under its first name."""
+    oracle = Looped()
+    train_one_process(oracle, OracleMuon(oracle, is_proj), 2, world)
+    for accept, names in [
+        (
+            lambda n, m: n.endswith(("q_proj", "up_proj")),
+            {"", "layers.0.q_proj", "layers.0.up_proj", "layers.1.up_proj"},
+        ),
+        (lambda n, m: isinstance(m, Block), {"", "layers.0", "layers.1"}),
+        (lambda n, m: isinstance(m, Block) or n.endswith("q_proj"), {"", "layers.0", "layers.1", "layers.0.q_proj"}),
+    ]:
+        options = {"hook_boundary_predicate": accept, "strict_hook_boundary": False, "mode": mode}
+        model, optimizer = build(world, Looped(), **options, **EVERY_ROUTE)
+        assert {unit.name for unit in model._dmuon_runtime.units} == names
         train(model, optimizer, 2, rank)
         assert_same(full_weights(model), weights_of(oracle))
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from . import fsdp2
 from .assignment import Assignment, MatrixCost, assign
-from .classify import block_of, canonical_fqn, classify, is_bare_container
+from .boundaries import hook_boundaries
+from .classify import canonical_fqn, classify
 from .fused import matrix_layouts
 from .hooks import register_hooks
 from .mesh import GROUP_POLICIES, Lanes, Layout, build_lanes, build_layout
@@ -216,7 +216,7 @@ def dedicate_params(
     tp_mesh = tp_mesh if tp_mesh is not None else _tp_mesh_of(selected)
     tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
     specs = resolve_specs(selected, why, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = _boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
+    boundaries = hook_boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
     casts = {
         boundary: boundary_dtypes(boundary, [specs[fqn] for fqn in specs if boundaries[fqn] == boundary])
         for boundary in dict.fromkeys(boundaries.values())
@@ -320,45 +320,6 @@ def _cost(spec: ParamSpec, unit: str, start: int, stop: int) -> MatrixCost:
     return MatrixCost(_part_name(spec, start, stop), unit, flops, elements * spec.master_dtype.itemsize)
 
 
-def _boundaries(
-    model: nn.Module,
-    selected: Mapping[str, nn.Parameter],
-    accept: Callable[[str, nn.Module], bool] | None,
-    strict: bool,
-) -> dict[str, str]:
-    """Boundary module name (as in ``named_modules``) of each selected parameter."""
-    modules = dict(model.named_modules())
-    by_id = {id(param): fqn for fqn, param in selected.items()}
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) not in by_id:
-            continue
-        holder = name.rpartition(".")[0]
-        if accept is None:
-            boundary = block_of(model, holder) or ""
-        else:
-            boundary = _nearest_accepted(modules, holder, accept)
-            if boundary is None and strict:
-                raise ValueError(
-                    f"{name}: hook_boundary_predicate accepts no module around it; widen the predicate or pass "
-                    "strict_hook_boundary=False to hook such parameters at the root"
-                )
-        found[by_id[id(param)]].add(boundary or "")
-    # A parameter shared by several boundaries is needed whenever one of them runs: it belongs to the root.
-    return {fqn: names.pop() if len(names) == 1 else "" for fqn, names in ((f, found[f]) for f in selected)}
-
-
-def _nearest_accepted(
-    modules: Mapping[str, nn.Module], name: str, accept: Callable[[str, nn.Module], bool]
-) -> str | None:
-    while True:
-        if accept(canonical_fqn(name), modules[name]) and not is_bare_container(modules[name]):
-            return name
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-
-
 def _build(
     model: nn.Module,
     params: Mapping[str, DedicatedParam],
@@ -385,7 +346,8 @@ def _build(
         owned = [dp for dp in inside if dp.spec.route != "sharded_adamw"]
         packs: list[Pack] = [OwnedPack(owned, layout, divide_factor)] if owned else []
         packs += [RowPack(dp, layout, divide_factor) for dp in inside if dp.spec.route == "sharded_adamw"]
-        pinned = any(other != name and (not name or other.startswith(f"{name}.")) for other in names) or not name
+        inner = set(modules[name].modules())  # by identity: a module inside may have its first name elsewhere
+        pinned = not name or any(other != name and modules[other] in inner for other in names)
         units.append(Unit(canonical_fqn(name), modules[name], packs, lanes, pinned, *casts[name]))
     schedule = UnitSchedule(units, lanes, keep_unsharded=mode == "z2", prefetch=prefetch)
     runtime = Runtime(model, units, lanes, layout, assignment, schedule, skipped, replicate_async)
