@@ -187,6 +187,44 @@ def test_wrong_order_and_wrong_selections_raise_on_every_rank(rank, world):
 
 
 @distributed(world=2)
+def test_modules_dedicated_apart_are_no_one_model(rank, world):
+    """Neither is taken for the whole, wherever the whole is asked for; each can still be used by itself."""
+    model, mesh = nn.Sequential(ToyModel(), ToyModel(seed=1)), flat_mesh(world)
+    for part in model:
+        dmuon.dedicate_params(part, mesh, predicate=is_proj)
+    for ask in (
+        dmuon.Muon,
+        dmuon.get_dedicated_params,
+        dmuon.get_model_state_dict,
+        lambda m: dmuon.set_model_state_dict(m, {}),
+        dmuon.publish_weights,
+        dmuon.ownership_table,
+        lambda m: dmuon.set_requires_all_reduce(m, True),
+        lambda m: dmuon.no_sync(m).__enter__(),
+        lambda m: dmuon.materialize(m, lambda fqn, tensor: None),
+    ):
+        with pytest.raises(RuntimeError, match="called on 0 and on 1, which share no owners: call it once"):
+            ask(model)
+    for part, seed in zip(model, (0, 1), strict=True):
+        train(part, dmuon.Muon(part), 1, rank)
+        oracle = ToyModel(seed=seed)
+        train_one_process(oracle, OracleMuon(oracle, is_proj), 1, world)
+        expected = {name: weight for name, weight in weights_of(oracle).items() if is_proj(name, weight)}
+        assert_same({n: w for n, w in full_weights(part).items() if n in expected}, expected)
+
+
+@distributed(world=2)
+def test_a_part_of_what_is_dedicated_is_not_dedicated_again(rank, world):
+    """Nor is a module that shares a parameter with it."""
+    mesh, model, other = flat_mesh(world), ToyModel(), ToyModel()
+    dmuon.dedicate_params(model, mesh, predicate=is_proj)
+    other.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    for again, name in ((model.layers[0], "q_proj.weight"), (other, "layers.1.q_proj.weight")):
+        with pytest.raises(RuntimeError, match=f"already called on another module that holds {name}"):
+            dmuon.dedicate_params(again, mesh, predicate=is_proj)
+
+
+@distributed(world=2)
 def test_custom_boundaries(rank, world):
     """Units inside units, each linear its own unit, and everything at the root, give the same weights."""
     oracle = ToyModel()

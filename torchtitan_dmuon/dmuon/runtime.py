@@ -139,15 +139,23 @@ class Runtime:
 
 
 def find_runtime(model: nn.Module) -> Runtime | None:
-    """The runtime attached to ``model`` or to the one module inside it that was dedicated."""
-    for module in model.modules():
-        if _ATTRIBUTE in vars(module):
-            return vars(module)[_ATTRIBUTE]
-    return None
+    """The runtime attached to ``model`` or to the one module inside it that was dedicated.
+
+    Raises:
+        RuntimeError: several modules inside it were, each by itself.
+    """
+    found = {name: module for name, module in model.named_modules() if _ATTRIBUTE in vars(module)}
+    if len(found) > 1:
+        raise RuntimeError(
+            f"dedicate_params was called on {' and on '.join(map(canonical_fqn, found))}, which share no owners: "
+            "call it once, on a module that holds them all (a predicate chooses among its parameters), or use each "
+            "of them by itself, with an optimizer of its own"
+        )
+    return next((vars(module)[_ATTRIBUTE] for module in found.values()), None)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """As :func:`find_runtime`. Raises RuntimeError when ``dedicate_params`` was not called."""
+    """As :func:`find_runtime`. Raises RuntimeError also when ``dedicate_params`` was not called."""
     runtime = find_runtime(model)
     if runtime is not None:
         return runtime
@@ -258,6 +266,9 @@ def _check_order(model: nn.Module) -> None:
                 f"fully_shard was applied to {name or 'the root module'} before dedicate_params; dedicate first, so "
                 "that fully_shard can skip the dedicated parameters"
             )
+    for name, param in model.named_parameters():
+        if fsdp2.is_dedicated(param):
+            raise RuntimeError(f"dedicate_params was already called on another module that holds {name}; call it once")
 
 
 def _select(
