@@ -85,11 +85,7 @@ class Muon(torch.optim.Optimizer):
         if not 0.0 <= normuon_beta2 < 1.0:
             raise ValueError(f"normuon_beta2 is out of range: {normuon_beta2}")
         self.runtime = runtime_of(model)
-        for piece in self.runtime.owned:
-            if piece.master is None:
-                raise RuntimeError(
-                    f"{piece.fqn} has no weight yet: call dmuon.materialize before building the optimizer"
-                )
+        self.runtime.check_materialised("building the optimizer")
         for dp in self.runtime.params:
             if dp.spec.trainable != dp.param.requires_grad:
                 raise RuntimeError(

@@ -67,6 +67,12 @@ class Runtime:
         self.replicate_async = replicate_async
         self.divide_factor = float(layout.shape[0] * layout.shape[1])
         self.may_move = False
+        self.materialised = False  # the same on every rank, also one that owns nothing
+
+    def check_materialised(self, wanted: str) -> None:
+        """Raises RuntimeError, on every rank, while the model is on meta."""
+        if not self.materialised:
+            raise RuntimeError(f"{self.params[0].fqn} has no weight yet: call dmuon.materialize before {wanted}")
 
     @property
     def owned(self) -> list[Piece]:
@@ -372,6 +378,7 @@ def _build(
             _take_over(pack, bool(materialised))
     register_hooks(model, schedule)
     if materialised:
+        runtime.materialised = True
         runtime.publish()
     return runtime
 

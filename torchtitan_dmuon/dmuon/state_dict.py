@@ -50,6 +50,7 @@ def _live_model(model: nn.Module) -> dict[str, torch.Tensor]:
             state[canonical_fqn(name)] = param.detach()
     runtime = find_runtime(model)
     if runtime is not None:
+        runtime.check_materialised("taking or setting its state")
         state |= logical_tensors({piece: piece.master for piece in runtime.owned})
     state |= persistent_buffers(model)
     return state
