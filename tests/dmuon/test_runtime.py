@@ -1,5 +1,6 @@
 """``dedicate_params`` and what it promises about the model; the guide's steps."""
 
+import copy
 import gc
 import logging
 import weakref
@@ -222,6 +223,27 @@ def test_a_part_of_what_is_dedicated_is_not_dedicated_again(rank, world):
     for again, name in ((model.layers[0], "q_proj.weight"), (other, "layers.1.q_proj.weight")):
         with pytest.raises(RuntimeError, match=f"already called on another module that holds {name}"):
             dmuon.dedicate_params(again, mesh, predicate=is_proj)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@distributed(world=2)
+def test_copies_are_refused_and_told_what_to_do(rank, world, shard):
+    """Of the model, and of any part with dedicated parameters; before dedication they are allowed."""
+    plain = ToyModel()
+    average, _ = build(world, copy.deepcopy(plain), shard=shard, optimizer=False)
+    model, optimizer = build(world, plain, shard=shard)
+    parts = {"ToyModel": model, "ModuleList": model.layers, "Block": model.layers[1], "Linear": model.layers[1].q_proj}
+    for name, part in parts.items():
+        with pytest.raises(RuntimeError, match=f"^{name} cannot be copied: .*get_model_state_dict"):
+            copy.deepcopy(part)
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(RuntimeError, match="runtime of a dedicated model cannot be copied"):
+        copy.deepcopy(model._dmuon_runtime)
+    # What the message says. Nothing of the model was changed.
+    train(model, optimizer, 1, rank)
+    dmuon.set_model_state_dict(average, dmuon.get_model_state_dict(model))
+    assert_same(full_weights(average), full_weights(model), atol=0, rtol=0)
 
 
 @distributed(world=2)

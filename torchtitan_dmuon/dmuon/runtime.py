@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,9 @@ class Runtime:
         self.divide_factor = float(layout.shape[0] * layout.shape[1])
         self.may_move = False
         self.materialised = False  # the same on every rank, also one that owns nothing
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy("the runtime of a dedicated model")
 
     def check_materialised(self, wanted: str) -> None:
         """Raises RuntimeError, on every rank, while the model is on meta."""
@@ -254,6 +257,9 @@ def dedicate_params(
     vars(model)[_ATTRIBUTE] = runtime
     fsdp2.guard_apply(model, lambda: runtime.may_move)
     model.register_state_dict_pre_hook(_refuse_state_dict)
+    for module in model.modules():
+        if any(map(fsdp2.is_dedicated, module.parameters())):
+            vars(module)["__deepcopy__"] = functools.partial(_refuse_copy, type(module).__name__)
     vars(model)["zero_grad"] = functools.partial(_zero_grad, model, runtime)
     loads = ", ".join(f"{load:.3f}" for load in assignment.loads)
     logger.info(
@@ -418,6 +424,15 @@ def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise RuntimeError(
         "state_dict() of a model with dedicated parameters would hold placeholders (NaN): use "
         "dmuon.get_model_state_dict(model)"
+    )
+
+
+def _refuse_copy(name: str, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{name} cannot be copied: dedicated parameters live on their owners, the copy would hold placeholders (NaN). "
+        "Copy the model before dedicate_params, or dedicate a second one and fill it by "
+        "dmuon.set_model_state_dict(second, dmuon.get_model_state_dict(model)); an average of the weights (EMA) is "
+        "kept of the tensors of get_model_state_dict"
     )
 
 
