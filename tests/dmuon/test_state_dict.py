@@ -240,6 +240,42 @@ def test_offloaded_parts_are_copies_that_can_be_set(rank, world):
     assert_same(full_weights(model), later, atol=0, rtol=0)
 
 
+class Narrow(ToyModel):
+    """With a head of one row, of which FSDP2 leaves nothing to the second rank."""
+
+    def __init__(self, seed=0):
+        super().__init__(vocab=29, seed=seed)
+        self.score = torch.nn.Linear(20, 1)
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.score(self.embed(tokens))
+
+
+@pytest.mark.parametrize("kind", ["Muon", "AdamW"])
+@distributed(world=2)
+def test_a_rank_with_an_empty_shard_sets_what_it_was_given(rank, world, kind, tmp_path):
+    torch.manual_seed(0)
+    model, optimizer = build(world, Narrow())
+    if kind == "AdamW":
+        optimizer = torch.optim.AdamW(p for n, p in model.named_parameters() if not is_proj(n, p))
+    train(model, optimizer, 1, rank)
+    kept = dmuon.get_model_state_dict(model, cpu_offload=True)
+    state = dmuon.get_optimizer_state_dict(model, optimizer, cpu_offload=True)
+    assert kept.keys() == dmuon.get_model_state_dict(model).keys()
+    expected = full_weights(model)
+    moments = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    train(model, optimizer, 1, rank, start=1)
+    dmuon.set_model_state_dict(model, kept)
+    dmuon.set_optimizer_state_dict(model, optimizer, state)
+    assert_same(full_weights(model), expected, atol=0, rtol=0)
+    again = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    assert_same(again, moments, atol=0, rtol=0)
+    dcp.save(kept, checkpoint_id=str(tmp_path))
+    if rank == 0:
+        assert_same(read_checkpoint(tmp_path), expected, atol=0, rtol=0)
+    torch.distributed.barrier()
+
+
 class Stack(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -61,15 +61,15 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _offloaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory; parts of a larger tensor stay parts."""
+    """Copies in host memory, under the same names; parts of a larger tensor stay parts."""
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         whole, parts = parts_of(tensor)
         parts = [(part.detach().to("cpu", copy=True), offset) for part, offset in parts]
         if not isinstance(tensor, (Chunks, DTensor)):
             copies[name] = parts[0][0]
-        elif parts:
-            copies[name] = Chunks.of(whole, parts)
+        else:  # without parts where this rank's shard is empty
+            copies[name] = Chunks.of(whole, parts) if parts else Chunks.absent(whole, tensor.dtype)
     return copies
 
 
