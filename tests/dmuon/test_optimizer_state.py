@@ -78,6 +78,82 @@ def test_a_copy_in_memory_loads(rank, world):
     assert_same(full_weights(model), expected, atol=0, rtol=0)
 
 
+class Experts(torch.nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        drawn = torch.randn(4, 8, 16, generator=generator, device="cpu")
+        self.experts = torch.nn.Parameter(drawn.to(torch.get_default_device()))
+
+    def forward(self, x):
+        return x + torch.tanh(torch.einsum("bd,ehd,ehf->bf", x, self.experts, self.experts))
+
+
+class Lopsided(torch.nn.Module):
+    """The large matrix is work enough for one rank, so the other owns both runs of every stack."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.large = torch.nn.Parameter(torch.ones(256, 256))
+        self.layers = torch.nn.ModuleList(Experts(generator) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean() + self.large.pow(2).mean()
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "set_optimizer_state_dict", "full", "dcp"])
+@distributed(world=2)
+def test_runs_of_one_stack_on_one_rank_resume_alike(rank, world, way):
+    """Forced onto AdamW, they have one step count."""
+
+    def lopsided(seed):
+        model, _ = build(world, Lopsided(seed), lambda n, p: True, shard=False, optimizer=False)
+        groups = [
+            {"params": [p], "dmuon_route": "adamw" if "experts" in n else None} for n, p in model.named_parameters()
+        ]
+        return model, dmuon.Muon(model, lr=0.01, adamw_lr=0.01, param_groups=groups)
+
+    def data(step, rank):
+        drawn = torch.randn(4, 16, generator=torch.Generator("cpu").manual_seed(10 * step + rank), device="cpu")
+        return drawn.to(torch.get_default_device())
+
+    def advance(model, optimizer, steps):
+        for step in steps:
+            model(data(step, rank)).backward()
+            optimizer.step()
+
+    model, optimizer = lopsided(0)
+    assert max(sum(piece.owner_rank == 1 for piece in dp.pieces) for dp in optimizer.runtime.params) == 2
+    advance(model, optimizer, range(3))
+    again, other = lopsided(1)
+    full = way == "full"
+    dmuon.set_model_state_dict(again, dmuon.get_model_state_dict(model, full_state_dict=full), full_state_dict=full)
+    if way == "load_state_dict":
+        other.load_state_dict(optimizer.state_dict())
+    elif way == "dcp":
+        folder = shared_folder()
+        dcp.save(dmuon.get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+        dcp.load(dmuon.get_optimizer_state_dict(again, other), checkpoint_id=folder)
+    else:
+        state = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=full)
+        dmuon.set_optimizer_state_dict(again, other, state, full_state_dict=full)
+    for run in ((model, optimizer), (again, other)):
+        advance(*run, range(3, 5))
+    assert_same(full_weights(again), full_weights(model), atol=0, rtol=0)
+
+    oracle = Lopsided()
+    adamw = torch.optim.AdamW(oracle.layers.parameters(), lr=0.01)
+    for step in range(5):
+        adamw.zero_grad()
+        for other_rank in range(world):
+            (oracle(data(step, other_rank)) / world).backward()
+        adamw.step()
+    experts = {name: weight for name, weight in weights_of(oracle).items() if "experts" in name}
+    assert_same({name: full_weights(model)[name] for name in experts}, experts)
+
+
 class TorchOracle:
     """``torch.optim.Muon`` and ``torch.optim.AdamW``, with our coefficients and heavy numerics left as PyTorch's: only
     its state is compared."""

@@ -149,13 +149,15 @@ class Muon(torch.optim.Optimizer):
 
     def _build_owned(
         self,
-    ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], Piece]]]:
-        """The stacks and the AdamW pieces of this rank, each with its group; their state is created here. What arrives
-        last in backward comes last in its stack, and the largest stack first: the step begins meanwhile."""
+    ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], list[Piece]]]]:
+        """The stacks and, by parameter, the AdamW pieces of this rank, each with its group; their state is created
+        here. What arrives last in backward comes last in its stack, and the largest stack first: the step begins
+        meanwhile."""
         arriving = [piece for unit in self.runtime.schedule.reduce_order for piece in unit.owned]
         stacks, adamw_pieces = [], []
         for group in self.param_groups:
             by_shape: dict[tuple, list[MatrixView]] = defaultdict(list)
+            by_param: dict[torch.Tensor, list[Piece]] = defaultdict(list)
             params = set(group["params"])
             for piece in (piece for piece in arriving if piece.spec.trainable and piece.param in params):
                 if piece.spec.route == "muon":
@@ -164,8 +166,11 @@ class Muon(torch.optim.Optimizer):
                         by_shape[(view.shape, piece.spec.transposed, dtypes)].append(view)
                 else:
                     state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
+                    if runs := by_param[piece.param]:  # one count a parameter, so that whoever loads it loads all
+                        state["step"] = self.state_of(runs[0])["step"]
+                    runs.append(piece)
                     self.state[piece.param].update({state_key(piece, name): value for name, value in state.items()})
-                    adamw_pieces.append((group, piece))
+            adamw_pieces += [(group, pieces) for pieces in by_param.values()]
             stacks += [(group, MatrixStack(views)) for views in by_shape.values()]
         stacks.sort(key=lambda entry: entry[1].count * math.prod(entry[1].shape), reverse=True)
         return stacks, adamw_pieces
@@ -255,10 +260,12 @@ class Muon(torch.optim.Optimizer):
             runtime.begin_update()
             for group, stack in self._stacks:
                 stack.update(group, self.rule, self.newton_schulz, found_inf)
-            for group, piece in self._adamw_pieces:
-                piece.wait_gradient()
-                adamw.update(piece, self.state_of(piece), group, found_inf)
-                piece.refresh_source()
+            for group, pieces in self._adamw_pieces:
+                for piece in pieces:
+                    piece.wait_gradient()
+                adamw.update(pieces, [self.state_of(piece) for piece in pieces], group, found_inf)
+                for piece in pieces:
+                    piece.refresh_source()
             if self.qk_clip is not None:
                 self.qk_clip.apply(runtime, found_inf)
             runtime.publish(refresh=False)
