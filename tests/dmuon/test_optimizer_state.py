@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import dmuon
 from tests.dmuon.harness import EVERY_ROUTE, assert_same, build, full_weights, train, weights_of
-from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.chunks import parts_of
 
@@ -208,6 +208,30 @@ def test_the_state_of_torch_optimizers_of_one_process_loads(rank, world, named):
     expected.adamw.load_state_dict(moments)
     train_one_process(oracle, expected, 1, world, start=3)
     assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2)
+def test_what_torch_never_used_starts_anew(rank, world):
+    """Its optimizers keep no state of it: zeros here, also over what there was. A name lost by mistake is an error."""
+    plain = Skipping()
+    plain.skip = {1}
+    torch_run = TorchOracle(plain, named=True)
+    tokens, labels = batch(0, rank=0)
+    loss_of(plain(tokens), labels).backward()
+    torch_run.step()
+    state = dmuon.state_dict_from_torch(torch_run.muon.state_dict(), torch_run.adamw.state_dict())
+    unused = {name for name, _ in plain.named_parameters() if name.startswith("layers.1.")}
+    assert set(state["fresh"]) == unused and state["state"].keys().isdisjoint(unused)
+    model, optimizer = build(world)
+    train(model, optimizer, 1, rank)
+    optimizer.load_state_dict(state)
+    whole = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    for name, value in whole.items():
+        assert value.any() != any(name.startswith(prefix) for prefix in unused), name
+    for lost in ("layers.0.q_proj.weight", "layers.0.norm.weight"):
+        broken = {**state, "state": {fqn: values for fqn, values in state["state"].items() if fqn != lost}}
+        with pytest.raises(ValueError, match=f"{lost}: the state dict has nothing of it"):
+            optimizer.load_state_dict(broken)
 
 
 @distributed(world=2)
