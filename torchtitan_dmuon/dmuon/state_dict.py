@@ -74,12 +74,17 @@ def _offloaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several -> the first one."""
+    """Further names of parameters and buffers that have several -> the first one."""
     first: dict[int, str] = {}
     aliases = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(param), canonical_fqn(name)) != canonical_fqn(name):
             aliases[canonical_fqn(name)] = first[id(param)]
+    prefixes: dict[nn.Module, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if prefixes.setdefault(module, prefix) != prefix:
+            own = _own_buffers(prefixes[module], module), _own_buffers(prefix, module)
+            aliases |= {alias: name for name, alias in zip(*own, strict=True) if alias != name}
     return aliases
 
 
@@ -94,10 +99,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that ``state_dict`` would hold, by canonical name."""
     buffers = {}
     for prefix, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in module._non_persistent_buffers_set:
-                buffers[canonical_fqn(f"{prefix}.{leaf}" if prefix else leaf)] = buffer
+        buffers |= _own_buffers(prefix, module)
     return buffers
+
+
+def _own_buffers(prefix: str, module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        canonical_fqn(f"{prefix}.{leaf}" if prefix else leaf): buffer
+        for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if leaf not in module._non_persistent_buffers_set
+    }
 
 
 @torch.no_grad()
