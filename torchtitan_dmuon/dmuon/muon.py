@@ -107,6 +107,7 @@ class Muon(torch.optim.Optimizer):
             param_groups,
             trainable,
             self.runtime.params,
+            self.runtime.specs,
             {
                 "muon_lr": lr,
                 "adamw_lr": adamw_lr,

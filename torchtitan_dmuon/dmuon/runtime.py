@@ -64,6 +64,7 @@ class Runtime:
         self.skipped = skipped  # canonical name -> why it was not dedicated
         order = {canonical_fqn(name): index for index, (name, _) in enumerate(model.named_parameters())}
         self.params = sorted((dp for unit in units for dp in unit.params), key=lambda dp: order[dp.fqn])
+        self.specs = {dp.param: dp.spec for dp in self.params}  # as dedicated; an optimizer may force other routes
         self.replicate_async = replicate_async
         self.divide_factor = float(layout.shape[0] * layout.shape[1])
         self.may_move = False
