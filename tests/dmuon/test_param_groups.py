@@ -151,6 +151,25 @@ def test_what_is_forced_ends_with_its_optimizer(rank, world, second):
 
 
 @distributed(world=2)
+def test_parameters_may_come_with_their_names(rank, world):
+    """Pairs, as every PyTorch optimizer takes them, also straight from named_parameters(), and beside plain tensors."""
+    model, _ = build(world, optimizer=False)
+    plain = dmuon.Muon(model, param_groups=[{"params": list(model.parameters())}])
+    named = list(model.named_parameters())
+    mixed = [*named[:5], *(param for _, param in named[5:])]
+    for given in (named, model.named_parameters(), mixed):
+        optimizer = dmuon.Muon(model, param_groups=[{"params": given}])
+        assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    train(model, optimizer, 2, rank)
+    oracle = ToyModel()
+    train_one_process(oracle, OracleMuon(oracle, is_proj), 2, world)
+    assert_same(full_weights(model), weights_of(oracle))
+    for wrong, told in (([name for name, _ in named], "embed.weight"), (named[0], "embed.weight"), ([None], "None")):
+        with pytest.raises(ValueError, match=rf"param_groups\[0\]: params must be tensors or pairs .* got '?{told}"):
+            dmuon.Muon(model, param_groups=[{"params": wrong}])
+
+
+@distributed(world=2)
 def test_a_frozen_group_is_left_out(rank, world):
     """Known bug DeepSpeed 7869."""
     model = ToyModel()

@@ -67,8 +67,7 @@ def lower_param_groups(
                 raise ValueError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}; known: {', '.join(_KEYS)}")
         if "params" not in group:
             raise ValueError(f"{where}: 'params' is missing")
-        given = group["params"]
-        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        params = _tensors(group["params"], where)
         name = group.get("group_name", f"group{position}")
         if name in placed.values():
             raise ValueError(f"{where}: group_name {name!r} is given twice")
@@ -83,6 +82,16 @@ def lower_param_groups(
         )
     _set_specs(dedicated, specs, forced)  # only now that nothing can go wrong any more
     return [half for prefix, params, values in checked for half in _halves(prefix, params, by_param, values)]
+
+
+def _tensors(given: Any, where: str) -> list[torch.Tensor]:
+    """One tensor, or several, each by itself or after its name, as PyTorch takes them."""
+    entries = [given] if isinstance(given, torch.Tensor) else list(given)
+    params = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise ValueError(f"{where}: params must be tensors or pairs (name, tensor), got {param!r}")
+    return params
 
 
 def _set_specs(
