@@ -13,7 +13,7 @@ from tests.training import tiny, train, write_corpus
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
 from torchtitan_dmuon.dmuon.blocks import split_heads
-from torchtitan_dmuon.optimizer import build_optimizer, group_parameters
+from torchtitan_dmuon.optimizer import build_optimizer, group_parameters, guarded_step
 from torchtitan_dmuon.parallel import parallelize
 from torchtitan_dmuon.parallel.parallelize import plan_dedication
 
@@ -173,6 +173,18 @@ def test_what_dedication_refuses_is_an_error_of_the_config():
         refuse = mock.patch.object(dmuon, "dedicate_params", side_effect=ValueError("layers.0 does not fit"))
         with refuse, pytest.raises(ConfigError, match=r"^\[dmuon\]: layers.0 does not fit$"):
             parallelize(model, meshes, llama3, load_config([]))
+
+
+@pytest.mark.parametrize("flag", [2.0, -1.0, torch.nan])
+def test_a_guarded_adamw_stands_still_whatever_the_flag_is_but_zero(flag):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = torch.ones(3)
+    guarded_step(optimizer, torch.tensor(flag))
+    assert weight.eq(1).all() and optimizer.state[weight]["step"] == 0
+    weight.grad = torch.ones(3)
+    guarded_step(optimizer, torch.tensor(0.0))
+    assert weight.lt(1).all() and optimizer.state[weight]["step"] == 1
 
 
 @pytest.mark.slow

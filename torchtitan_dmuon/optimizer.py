@@ -154,7 +154,7 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> N
     if isinstance(optimizer, dmuon.Muon):
         optimizer.step(found_inf=found_inf)
     else:
-        # The protocol of torch.amp.GradScaler, which fused AdamW implements.
-        optimizer.found_inf, optimizer.grad_scale = found_inf, None
+        # The protocol of torch.amp.GradScaler, which fused AdamW implements; it skips at exactly one.
+        optimizer.found_inf, optimizer.grad_scale = (found_inf != 0).float(), None
         optimizer.step()
         optimizer.zero_grad()

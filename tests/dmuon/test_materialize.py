@@ -66,14 +66,33 @@ def test_only_what_a_rank_holds_is_allocated(rank, world):
 
 
 @distributed(world=2)
-def test_optimizer_before_materialize_raises(rank, world):
+def test_empty_weights_are_not_moved_in_place_of_materialize(rank, world):
     with torch.device("meta"):
         model = ToyModel()
     model, _ = build(world, model, optimizer=False)
-    with pytest.raises(RuntimeError, match=r"call dmuon\.materialize"):
-        dmuon.Muon(model)
     with pytest.raises(RuntimeError, match=r"dmuon\.materialize"):
         model.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("selects", ["proj", "layers.1.q_proj"])
+@distributed(world=2)
+def test_what_needs_weights_raises_before_materialize_on_every_rank(rank, world, selects):
+    """Also on the one that owns nothing: it would wait for the other in the next collective."""
+    with torch.device("meta"):
+        model = ToyModel()
+    model, _ = build(world, model, predicate=lambda n, p: selects in n and p.ndim == 2, optimizer=False)
+    for ask, wanted in (
+        (dmuon.Muon, "building the optimizer"),
+        (dmuon.get_model_state_dict, "taking or setting its state"),
+        (lambda m: dmuon.get_model_state_dict(m, full_state_dict=True), "taking or setting its state"),
+        (lambda m: dmuon.set_model_state_dict(m, {}, full_state_dict=True), "taking or setting its state"),
+    ):
+        with pytest.raises(
+            RuntimeError, match=rf"q_proj.weight has no weight yet: call dmuon\.materialize before {wanted}"
+        ):
+            ask(model)
+    dmuon.materialize(model, init)
+    train(model, dmuon.Muon(model), 1, rank)
 
 
 @distributed(world=2)

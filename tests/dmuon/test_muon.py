@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import dmuon
-from tests.dmuon.harness import assert_same, build, full_weights, train, weights_of
+from tests.dmuon.harness import EVERY_ROUTE, assert_same, build, full_weights, train, weights_of
 from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, orthogonalize, train_one_process
 from tests.pool import distributed
+from torchtitan_dmuon.dmuon.chunks import parts_of
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])
@@ -90,3 +91,28 @@ def test_the_step_begins_with_what_arrives_first(rank, world):
         assert layers == sorted(layers, reverse=True)
         sizes.append(sum(view.piece.numel for view in stack.views))
     assert sizes == sorted(sizes, reverse=True) and len(sizes) > 1
+
+
+@pytest.mark.parametrize("routes", ["fsdp2", "dedicated"])
+@distributed(world=2)
+def test_nothing_moves_whatever_the_flag_is_but_zero(rank, world, routes):
+    """Weights, moments and step counts, on every route: a summed flag is 2 where both ranks found something."""
+    options = EVERY_ROUTE if routes == "dedicated" else {}
+    model, optimizer = build(world, **options)
+    train(model, optimizer, 1, rank)
+    before, state = full_weights(model), dmuon.get_optimizer_state_dict(model, optimizer, cpu_offload=True)
+    for flag in (2.0, 0.5, -1.0, torch.nan, torch.inf):
+        tokens, labels = batch(1, rank)
+        loss_of(model(tokens), labels).backward()
+        optimizer.step(found_inf=torch.tensor(flag))
+        assert_same(full_weights(model), before, atol=0, rtol=0)
+        for name, value in dmuon.get_optimizer_state_dict(model, optimizer, cpu_offload=True).items():
+            for (now, _), (then, _) in zip(parts_of(value)[1], parts_of(state[name])[1], strict=True):
+                assert torch.equal(now, then), (flag, name)
+    tokens, labels = batch(1, rank)
+    loss_of(model(tokens), labels).backward()
+    optimizer.step(found_inf=torch.tensor(0.0))
+    oracle = ToyModel()
+    reference = OracleMuon(oracle, is_proj)
+    train_one_process(oracle, reference, 2, world)
+    assert_same(full_weights(model), weights_of(oracle))

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import dmuon
 from tests.dmuon.harness import EVERY_ROUTE, assert_same, build, full_weights, train, weights_of
-from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 from torchtitan_dmuon.dmuon.chunks import parts_of
 
@@ -78,6 +78,82 @@ def test_a_copy_in_memory_loads(rank, world):
     assert_same(full_weights(model), expected, atol=0, rtol=0)
 
 
+class Experts(torch.nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        drawn = torch.randn(4, 8, 16, generator=generator, device="cpu")
+        self.experts = torch.nn.Parameter(drawn.to(torch.get_default_device()))
+
+    def forward(self, x):
+        return x + torch.tanh(torch.einsum("bd,ehd,ehf->bf", x, self.experts, self.experts))
+
+
+class Lopsided(torch.nn.Module):
+    """The large matrix is work enough for one rank, so the other owns both runs of every stack."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.large = torch.nn.Parameter(torch.ones(256, 256))
+        self.layers = torch.nn.ModuleList(Experts(generator) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean() + self.large.pow(2).mean()
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "set_optimizer_state_dict", "full", "dcp"])
+@distributed(world=2)
+def test_runs_of_one_stack_on_one_rank_resume_alike(rank, world, way):
+    """Forced onto AdamW, they have one step count."""
+
+    def lopsided(seed):
+        model, _ = build(world, Lopsided(seed), lambda n, p: True, shard=False, optimizer=False)
+        groups = [
+            {"params": [p], "dmuon_route": "adamw" if "experts" in n else None} for n, p in model.named_parameters()
+        ]
+        return model, dmuon.Muon(model, lr=0.01, adamw_lr=0.01, param_groups=groups)
+
+    def data(step, rank):
+        drawn = torch.randn(4, 16, generator=torch.Generator("cpu").manual_seed(10 * step + rank), device="cpu")
+        return drawn.to(torch.get_default_device())
+
+    def advance(model, optimizer, steps):
+        for step in steps:
+            model(data(step, rank)).backward()
+            optimizer.step()
+
+    model, optimizer = lopsided(0)
+    assert max(sum(piece.owner_rank == 1 for piece in dp.pieces) for dp in optimizer.runtime.params) == 2
+    advance(model, optimizer, range(3))
+    again, other = lopsided(1)
+    full = way == "full"
+    dmuon.set_model_state_dict(again, dmuon.get_model_state_dict(model, full_state_dict=full), full_state_dict=full)
+    if way == "load_state_dict":
+        other.load_state_dict(optimizer.state_dict())
+    elif way == "dcp":
+        folder = shared_folder()
+        dcp.save(dmuon.get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+        dcp.load(dmuon.get_optimizer_state_dict(again, other), checkpoint_id=folder)
+    else:
+        state = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=full)
+        dmuon.set_optimizer_state_dict(again, other, state, full_state_dict=full)
+    for run in ((model, optimizer), (again, other)):
+        advance(*run, range(3, 5))
+    assert_same(full_weights(again), full_weights(model), atol=0, rtol=0)
+
+    oracle = Lopsided()
+    adamw = torch.optim.AdamW(oracle.layers.parameters(), lr=0.01)
+    for step in range(5):
+        adamw.zero_grad()
+        for other_rank in range(world):
+            (oracle(data(step, other_rank)) / world).backward()
+        adamw.step()
+    experts = {name: weight for name, weight in weights_of(oracle).items() if "experts" in name}
+    assert_same({name: full_weights(model)[name] for name in experts}, experts)
+
+
 class TorchOracle:
     """``torch.optim.Muon`` and ``torch.optim.AdamW``, with our coefficients and heavy numerics left as PyTorch's: only
     its state is compared."""
@@ -132,6 +208,30 @@ def test_the_state_of_torch_optimizers_of_one_process_loads(rank, world, named):
     expected.adamw.load_state_dict(moments)
     train_one_process(oracle, expected, 1, world, start=3)
     assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2)
+def test_what_torch_never_used_starts_anew(rank, world):
+    """Its optimizers keep no state of it: zeros here, also over what there was. A name lost by mistake is an error."""
+    plain = Skipping()
+    plain.skip = {1}
+    torch_run = TorchOracle(plain, named=True)
+    tokens, labels = batch(0, rank=0)
+    loss_of(plain(tokens), labels).backward()
+    torch_run.step()
+    state = dmuon.state_dict_from_torch(torch_run.muon.state_dict(), torch_run.adamw.state_dict())
+    unused = {name for name, _ in plain.named_parameters() if name.startswith("layers.1.")}
+    assert set(state["fresh"]) == unused and state["state"].keys().isdisjoint(unused)
+    model, optimizer = build(world)
+    train(model, optimizer, 1, rank)
+    optimizer.load_state_dict(state)
+    whole = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    for name, value in whole.items():
+        assert value.any() != any(name.startswith(prefix) for prefix in unused), name
+    for lost in ("layers.0.q_proj.weight", "layers.0.norm.weight"):
+        broken = {**state, "state": {fqn: values for fqn, values in state["state"].items() if fqn != lost}}
+        with pytest.raises(ValueError, match=f"{lost}: the state dict has nothing of it"):
+            optimizer.load_state_dict(broken)
 
 
 @distributed(world=2)

@@ -124,6 +124,51 @@ def test_routes_are_kept_or_forced(rank, world):
     train(model, back, 1, rank)
 
 
+@pytest.mark.parametrize("second", [None, "keep", "some"])
+@distributed(world=2)
+def test_what_is_forced_ends_with_its_optimizer(rank, world, second):
+    """A new one starts from the routes of dedicate_params, whether it has groups or not."""
+    policy = {"overrides": [{"name": "q_proj", "set": {"route": "adamw"}}]}
+    model, _ = build(world, optimizer=False, param_policy=policy)
+    base, action = split(model)
+    for route in ("adamw", "muon"):
+        dmuon.Muon(model, param_groups=[{"params": list(model.parameters()), "dmuon_route": route}])
+        groups = None if second is None else [{"params": base}, {"params": action}]
+        if second == "some":
+            groups[1]["dmuon_route"] = route
+        optimizer = dmuon.Muon(model, param_groups=groups)
+        routes = {dp.fqn: dp.spec.route for dp in dmuon.get_dedicated_params(model)}
+        expected = {fqn: "adamw" if "q_proj" in fqn else "muon" for fqn in routes}
+        if second == "some":
+            expected |= {fqn: route for fqn in routes if fqn.startswith("layers.1.")}
+        assert routes == expected
+        matrices = [p for g in optimizer.param_groups if g["group_name"].endswith("muon") for p in g["params"]]
+        assert {optimizer.names[p] for p in matrices} == {fqn for fqn, kept in expected.items() if kept == "muon"}
+    before = full_weights(model)
+    train(model, optimizer, 1, rank)
+    after = full_weights(model)
+    assert all(not torch.equal(after[name], before[name]) for name in after)
+
+
+@distributed(world=2)
+def test_parameters_may_come_with_their_names(rank, world):
+    """Pairs, as every PyTorch optimizer takes them, also straight from named_parameters(), and beside plain tensors."""
+    model, _ = build(world, optimizer=False)
+    plain = dmuon.Muon(model, param_groups=[{"params": list(model.parameters())}])
+    named = list(model.named_parameters())
+    mixed = [*named[:5], *(param for _, param in named[5:])]
+    for given in (named, model.named_parameters(), mixed):
+        optimizer = dmuon.Muon(model, param_groups=[{"params": given}])
+        assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    train(model, optimizer, 2, rank)
+    oracle = ToyModel()
+    train_one_process(oracle, OracleMuon(oracle, is_proj), 2, world)
+    assert_same(full_weights(model), weights_of(oracle))
+    for wrong, told in (([name for name, _ in named], "embed.weight"), (named[0], "embed.weight"), ([None], "None")):
+        with pytest.raises(ValueError, match=rf"param_groups\[0\]: params must be tensors or pairs .* got '?{told}"):
+            dmuon.Muon(model, param_groups=[{"params": wrong}])
+
+
 @distributed(world=2)
 def test_a_frozen_group_is_left_out(rank, world):
     """Known bug DeepSpeed 7869."""

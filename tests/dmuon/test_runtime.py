@@ -1,5 +1,6 @@
 """``dedicate_params`` and what it promises about the model; the guide's steps."""
 
+import copy
 import gc
 import logging
 import weakref
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.dmuon.harness import DEVICE, assert_same, build, flat_mesh, full_weights, train, weights_of
-from tests.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.dmuon.harness import DEVICE, EVERY_ROUTE, assert_same, build, flat_mesh, full_weights, train, weights_of
+from tests.oracle import Block, OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.pool import distributed
 
 
@@ -187,6 +188,65 @@ def test_wrong_order_and_wrong_selections_raise_on_every_rank(rank, world):
 
 
 @distributed(world=2)
+def test_modules_dedicated_apart_are_no_one_model(rank, world):
+    """Neither is taken for the whole, wherever the whole is asked for; each can still be used by itself."""
+    model, mesh = nn.Sequential(ToyModel(), ToyModel(seed=1)), flat_mesh(world)
+    for part in model:
+        dmuon.dedicate_params(part, mesh, predicate=is_proj)
+    for ask in (
+        dmuon.Muon,
+        dmuon.get_dedicated_params,
+        dmuon.get_model_state_dict,
+        lambda m: dmuon.set_model_state_dict(m, {}),
+        dmuon.publish_weights,
+        dmuon.ownership_table,
+        lambda m: dmuon.set_requires_all_reduce(m, True),
+        lambda m: dmuon.no_sync(m).__enter__(),
+        lambda m: dmuon.materialize(m, lambda fqn, tensor: None),
+    ):
+        with pytest.raises(RuntimeError, match="called on 0 and on 1, which share no owners: call it once"):
+            ask(model)
+    for part, seed in zip(model, (0, 1), strict=True):
+        train(part, dmuon.Muon(part), 1, rank)
+        oracle = ToyModel(seed=seed)
+        train_one_process(oracle, OracleMuon(oracle, is_proj), 1, world)
+        expected = {name: weight for name, weight in weights_of(oracle).items() if is_proj(name, weight)}
+        assert_same({n: w for n, w in full_weights(part).items() if n in expected}, expected)
+
+
+@distributed(world=2)
+def test_a_part_of_what_is_dedicated_is_not_dedicated_again(rank, world):
+    """Nor is a module that shares a parameter with it."""
+    mesh, model, other = flat_mesh(world), ToyModel(), ToyModel()
+    dmuon.dedicate_params(model, mesh, predicate=is_proj)
+    other.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    for again, name in ((model.layers[0], "q_proj.weight"), (other, "layers.1.q_proj.weight")):
+        with pytest.raises(RuntimeError, match=f"already called on another module that holds {name}"):
+            dmuon.dedicate_params(again, mesh, predicate=is_proj)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@distributed(world=2)
+def test_copies_are_refused_and_told_what_to_do(rank, world, shard):
+    """Of the model, and of any part with dedicated parameters; before dedication they are allowed."""
+    plain = ToyModel()
+    average, _ = build(world, copy.deepcopy(plain), shard=shard, optimizer=False)
+    model, optimizer = build(world, plain, shard=shard)
+    parts = {"ToyModel": model, "ModuleList": model.layers, "Block": model.layers[1], "Linear": model.layers[1].q_proj}
+    for name, part in parts.items():
+        with pytest.raises(RuntimeError, match=f"^{name} cannot be copied: .*get_model_state_dict"):
+            copy.deepcopy(part)
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(RuntimeError, match="runtime of a dedicated model cannot be copied"):
+        copy.deepcopy(model._dmuon_runtime)
+    # What the message says. Nothing of the model was changed.
+    train(model, optimizer, 1, rank)
+    dmuon.set_model_state_dict(average, dmuon.get_model_state_dict(model))
+    assert_same(full_weights(average), full_weights(model), atol=0, rtol=0)
+
+
+@distributed(world=2)
 def test_custom_boundaries(rank, world):
     """Units inside units, each linear its own unit, and everything at the root, give the same weights."""
     oracle = ToyModel()
@@ -199,6 +259,36 @@ def test_custom_boundaries(rank, world):
     ]:  # fmt: skip
         model, optimizer = build(world, hook_boundary_predicate=accept, strict_hook_boundary=strict)
         assert names <= {unit.name for unit in model._dmuon_runtime.units}
+        train(model, optimizer, 2, rank)
+        assert_same(full_weights(model), weights_of(oracle))
+
+
+class Looped(ToyModel):
+    """Its first and last block are one module, and every block holds one common projection."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        self.layers[2] = self.layers[0]
+        self.layers[1].q_proj = self.layers[0].q_proj
+
+
+@pytest.mark.parametrize("mode", ["z2", "z3"])
+@distributed(world=2)
+def test_boundaries_of_modules_with_several_names(rank, world, mode):
+    """A module registered twice is one boundary, under its first name."""
+    oracle = Looped()
+    train_one_process(oracle, OracleMuon(oracle, is_proj), 2, world)
+    for accept, names in [
+        (
+            lambda n, m: n.endswith(("q_proj", "up_proj")),
+            {"", "layers.0.q_proj", "layers.0.up_proj", "layers.1.up_proj"},
+        ),
+        (lambda n, m: isinstance(m, Block), {"", "layers.0", "layers.1"}),
+        (lambda n, m: isinstance(m, Block) or n.endswith("q_proj"), {"", "layers.0", "layers.1", "layers.0.q_proj"}),
+    ]:
+        options = {"hook_boundary_predicate": accept, "strict_hook_boundary": False, "mode": mode}
+        model, optimizer = build(world, Looped(), **options, **EVERY_ROUTE)
+        assert {unit.name for unit in model._dmuon_runtime.units} == names
         train(model, optimizer, 2, rank)
         assert_same(full_weights(model), weights_of(oracle))
 

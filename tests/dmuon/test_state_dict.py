@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from tests.checkpoint.toy import read_checkpoint
-from tests.dmuon.harness import assert_same, build, data_rank, flat_mesh, full_weights, train
+from tests.dmuon.harness import EVERY_ROUTE, assert_same, build, data_rank, flat_mesh, full_weights, train, weights_of
 from tests.oracle import ToyModel, batch, is_proj
 from tests.pool import distributed
 
@@ -238,6 +238,71 @@ def test_offloaded_parts_are_copies_that_can_be_set(rank, world):
     assert_same(full_weights(model), expected, atol=0, rtol=0)
     train(model, optimizer, 1, rank, start=1)
     assert_same(full_weights(model), later, atol=0, rtol=0)
+
+
+class Repeated(ToyModel):
+    """One block under two names, with buffers: one of its own, one that the block has twice, one that is not saved."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        self.layers[2] = self.layers[0]
+        norm = self.layers[0].norm
+        norm.register_buffer("count", torch.arange(3.0) + seed)
+        norm.register_buffer("again", norm.count)
+        norm.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@distributed(world=2)
+def test_whole_tensors_have_all_names_of_parameters_and_buffers(rank, world, broadcast):
+    model, optimizer = build(world, Repeated(), **EVERY_ROUTE)
+    train(model, optimizer, 1, rank)
+    full = dmuon.get_model_state_dict(model, full_state_dict=True)
+    plain = Repeated(seed=4)
+    assert full.keys() == plain.state_dict().keys()
+    plain.load_state_dict(full)  # strict
+    assert plain.layers[2].norm.again.equal(torch.arange(3.0))
+    assert_same(full_weights(model), weights_of(plain), atol=0, rtol=0)
+    fresh = Repeated(seed=5).state_dict() if rank == 0 or not broadcast else {}
+    dmuon.set_model_state_dict(model, fresh, full_state_dict=True, broadcast_from_rank0=broadcast)
+    assert model.layers[0].norm.count.equal(torch.arange(3.0) + 5)
+    assert_same(full_weights(model), weights_of(Repeated(seed=5)), atol=0, rtol=0)
+
+
+class Narrow(ToyModel):
+    """With a head of one row, of which FSDP2 leaves nothing to the second rank."""
+
+    def __init__(self, seed=0):
+        super().__init__(vocab=29, seed=seed)
+        self.score = torch.nn.Linear(20, 1)
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.score(self.embed(tokens))
+
+
+@pytest.mark.parametrize("kind", ["Muon", "AdamW"])
+@distributed(world=2)
+def test_a_rank_with_an_empty_shard_sets_what_it_was_given(rank, world, kind, tmp_path):
+    torch.manual_seed(0)
+    model, optimizer = build(world, Narrow())
+    if kind == "AdamW":
+        optimizer = torch.optim.AdamW(p for n, p in model.named_parameters() if not is_proj(n, p))
+    train(model, optimizer, 1, rank)
+    kept = dmuon.get_model_state_dict(model, cpu_offload=True)
+    state = dmuon.get_optimizer_state_dict(model, optimizer, cpu_offload=True)
+    assert kept.keys() == dmuon.get_model_state_dict(model).keys()
+    expected = full_weights(model)
+    moments = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    train(model, optimizer, 1, rank, start=1)
+    dmuon.set_model_state_dict(model, kept)
+    dmuon.set_optimizer_state_dict(model, optimizer, state)
+    assert_same(full_weights(model), expected, atol=0, rtol=0)
+    again = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    assert_same(again, moments, atol=0, rtol=0)
+    dcp.save(kept, checkpoint_id=str(tmp_path))
+    if rank == 0:
+        assert_same(read_checkpoint(tmp_path), expected, atol=0, rtol=0)
+    torch.distributed.barrier()
 
 
 class Stack(torch.nn.Module):

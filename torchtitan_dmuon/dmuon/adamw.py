@@ -6,6 +6,7 @@ The update itself is ``torch.optim.adamw.adamw`` (fused). Parameters that are no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,21 +24,25 @@ def new_state(like: torch.Tensor, step_device: torch.device | str, dtype: torch.
     }
 
 
-def update(piece: Piece, state: dict[str, Any], group: dict[str, Any], found_inf: torch.Tensor | None) -> None:
-    """One AdamW step of a piece. Where no rank had a gradient, or ``found_inf`` is not zero, nothing moves: the fused
-    kernel looks at the flag itself, so the host does not wait."""
-    if not piece.numel:
+def update(
+    pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: dict[str, Any], found_inf: torch.Tensor | None
+) -> None:
+    """One AdamW step of what this rank owns of one parameter: a piece, or several runs of experts, which share one step
+    count. Where no rank had a gradient, or ``found_inf`` (zero or one) is one, nothing moves: the fused kernel looks at
+    the flag itself, so the host does not wait."""
+    if not pieces[0].numel:
         return
-    skip = piece.grad_count.eq(0).float()
+    skip = pieces[0].grad_count.eq(0).float()
     if found_inf is not None:
         skip = torch.maximum(skip, found_inf)
+    step = states[0]["step"]
     adamw(
-        [piece.master],
-        [piece.grad.to(piece.master.dtype)],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
+        [piece.master for piece in pieces],
+        [piece.grad.to(piece.master.dtype) for piece in pieces],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
         [],
-        [state["step"]],
+        [step, *(step.clone() for _ in pieces[1:])],  # the kernel counts once a tensor
         fused=True,
         found_inf=skip,
         amsgrad=False,

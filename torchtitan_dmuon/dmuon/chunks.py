@@ -18,7 +18,7 @@ from .tensor_parallel import chunk_bounds
 def logical_tensors(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
     """By parameter name: the tensor of a whole piece, ``Chunks`` where this rank has a part. A state needs not have the
     shape of its piece: a dimension as long as the piece's is cut like it, any other is whole, and a scalar (a step
-    count) is the same for all parts."""
+    count) is one for all parts."""
     parts: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
     for piece, tensor in tensors.items():
         if piece.numel or piece.is_whole:  # nothing is ever updated on a rank without rows, not even a step count

@@ -47,6 +47,7 @@ def materialize(model: nn.Module, init_fn: InitFn, device: torch.device | None =
                         full = torch.empty(dp.shape, dtype=torch.float32, device=device)
                         init_fn(dp.fqn, full)
                         _fill_masters(dp, full)
+        runtime.materialised = True
         runtime.publish()
     initialize_undedicated(model, init_fn)
 

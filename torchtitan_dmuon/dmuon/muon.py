@@ -85,11 +85,7 @@ class Muon(torch.optim.Optimizer):
         if not 0.0 <= normuon_beta2 < 1.0:
             raise ValueError(f"normuon_beta2 is out of range: {normuon_beta2}")
         self.runtime = runtime_of(model)
-        for piece in self.runtime.owned:
-            if piece.master is None:
-                raise RuntimeError(
-                    f"{piece.fqn} has no weight yet: call dmuon.materialize before building the optimizer"
-                )
+        self.runtime.check_materialised("building the optimizer")
         for dp in self.runtime.params:
             if dp.spec.trainable != dp.param.requires_grad:
                 raise RuntimeError(
@@ -111,6 +107,7 @@ class Muon(torch.optim.Optimizer):
             param_groups,
             trainable,
             self.runtime.params,
+            self.runtime.specs,
             {
                 "muon_lr": lr,
                 "adamw_lr": adamw_lr,
@@ -153,13 +150,15 @@ class Muon(torch.optim.Optimizer):
 
     def _build_owned(
         self,
-    ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], Piece]]]:
-        """The stacks and the AdamW pieces of this rank, each with its group; their state is created here. What arrives
-        last in backward comes last in its stack, and the largest stack first: the step begins meanwhile."""
+    ) -> tuple[list[tuple[dict[str, Any], MatrixStack]], list[tuple[dict[str, Any], list[Piece]]]]:
+        """The stacks and, by parameter, the AdamW pieces of this rank, each with its group; their state is created
+        here. What arrives last in backward comes last in its stack, and the largest stack first: the step begins
+        meanwhile."""
         arriving = [piece for unit in self.runtime.schedule.reduce_order for piece in unit.owned]
         stacks, adamw_pieces = [], []
         for group in self.param_groups:
             by_shape: dict[tuple, list[MatrixView]] = defaultdict(list)
+            by_param: dict[torch.Tensor, list[Piece]] = defaultdict(list)
             params = set(group["params"])
             for piece in (piece for piece in arriving if piece.spec.trainable and piece.param in params):
                 if piece.spec.route == "muon":
@@ -168,8 +167,11 @@ class Muon(torch.optim.Optimizer):
                         by_shape[(view.shape, piece.spec.transposed, dtypes)].append(view)
                 else:
                     state = adamw.new_state(piece.master, piece.master.device, piece.spec.optim_dtype)
+                    if runs := by_param[piece.param]:  # one count a parameter, so that whoever loads it loads all
+                        state["step"] = self.state_of(runs[0])["step"]
+                    runs.append(piece)
                     self.state[piece.param].update({state_key(piece, name): value for name, value in state.items()})
-                    adamw_pieces.append((group, piece))
+            adamw_pieces += [(group, pieces) for pieces in by_param.values()]
             stacks += [(group, MatrixStack(views)) for views in by_shape.values()]
         stacks.sort(key=lambda entry: entry[1].count * math.prod(entry[1].shape), reverse=True)
         return stacks, adamw_pieces
@@ -236,8 +238,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: evaluated first, as in every PyTorch optimizer.
-            found_inf: 0-D float tensor on the device. Where it is not zero nothing moves, without the host having to
-                know. Needs ``adamw_implementation="fused"``.
+            found_inf: 0-D float tensor on the device. Where it is not zero (NaN is not) nothing moves, without the host
+                having to know. Needs ``adamw_implementation="fused"``.
 
         Raises:
             ValueError: ``found_inf`` with an AdamW that is not fused.
@@ -246,6 +248,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f"found_inf needs adamw_implementation='fused', this optimizer has {self._adamw_implementation!r}"
             )
+        if found_inf is not None:
+            # A summed flag may be 2; PyTorch's fused AdamW skips at 1 only, and takes the flag off its step count.
+            found_inf = (found_inf != 0).float()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -256,10 +261,12 @@ class Muon(torch.optim.Optimizer):
             runtime.begin_update()
             for group, stack in self._stacks:
                 stack.update(group, self.rule, self.newton_schulz, found_inf)
-            for group, piece in self._adamw_pieces:
-                piece.wait_gradient()
-                adamw.update(piece, self.state_of(piece), group, found_inf)
-                piece.refresh_source()
+            for group, pieces in self._adamw_pieces:
+                for piece in pieces:
+                    piece.wait_gradient()
+                adamw.update(pieces, [self.state_of(piece) for piece in pieces], group, found_inf)
+                for piece in pieces:
+                    piece.refresh_source()
             if self.qk_clip is not None:
                 self.qk_clip.apply(runtime, found_inf)
             runtime.publish(refresh=False)

@@ -2,7 +2,8 @@
 
 A state dict is ``{"state": {fqn: {name: tensor}}, "param_groups": [...], "muon": {...}}``. Tensors are live, as DCP
 saves and loads them in place; where another rank holds one, this rank has a ``Chunks`` without parts under its name.
-``muon`` records what the momentum is and what turned it into updates.
+``muon`` records what the momentum is and what turned it into updates. One made from other optimizers may also have
+``fresh``, the names of parameters whose state starts anew: those optimizers make none before a first gradient.
 """
 
 from __future__ import annotations
@@ -97,8 +98,12 @@ def load_optimizer_state_dict(optimizer: Muon, saved: Mapping[str, Any]) -> None
     check_muon_recipe(saved.get("muon", {}), optimizer)
     updates = _group_updates(optimizer, saved["param_groups"]) if "param_groups" in saved else []
     copies = []
+    fresh = set(saved.get("fresh", ()))
     for fqn, values in live_state(optimizer).items():
         for key, live in values.items():
+            if fqn in fresh:
+                copies.append((live, [torch.zeros_like(part) for part, _ in parts_of(live)[1]]))
+                continue
             if key not in saved["state"].get(fqn, {}):
                 told = sorted(saved["state"].get(fqn, {})) or "nothing"
                 raise ValueError(f"{fqn}: the state dict has {told} of it, {key} is missing")
@@ -179,7 +184,7 @@ def state_dict_from_torch(
     adamw_names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
     """The states of a one-process run with ``torch.optim.Muon`` and ``torch.optim.AdamW`` as one for
-    :meth:`Muon.load_state_dict`. Hyperparameters are not taken over.
+    :meth:`Muon.load_state_dict`. Hyperparameters are not taken over. Parameters that never had a gradient start anew.
 
     Args:
         muon, adamw: ``state_dict()`` of each.
@@ -190,13 +195,15 @@ def state_dict_from_torch(
         ValueError: names that are missing, or not as many as parameters.
     """
     state: dict[str, dict[str, torch.Tensor]] = {}
+    fresh: list[str] = []
     for what, saved, names in (("muon", muon, muon_names), ("adamw", adamw, adamw_names)):
         for group, fqns in _named_groups(what, saved, names):
             part = {fqn: dict(saved["state"][index]) for index, fqn in fqns.items() if index in saved["state"]}
             if what == "muon":
                 part = convert_ema_momentum({"state": part}, group["momentum"])["state"]
             state |= part
-    return {"state": state, "muon": {"momentum_form": HEAVY_BALL}}
+            fresh += [fqn for index, fqn in fqns.items() if index not in saved["state"]]
+    return {"state": state, "muon": {"momentum_form": HEAVY_BALL}, "fresh": fresh}
 
 
 def _named_groups(

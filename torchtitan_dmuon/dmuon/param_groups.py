@@ -32,6 +32,7 @@ def lower_param_groups(
     groups: Sequence[Mapping[str, Any]] | None,
     trainable: Mapping[str, nn.Parameter],
     dedicated: Sequence[DedicatedParam],
+    specs: Mapping[nn.Parameter, ParamSpec],
     defaults: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """PyTorch parameter groups, Muon halves and AdamW halves, with the same content on every rank.
@@ -39,7 +40,8 @@ def lower_param_groups(
     Args:
         groups: the user's; ``None`` for one group of everything, whose halves are called ``muon`` and ``adamw``.
         trainable: every parameter that must be in one group, by name.
-        dedicated: the DMuon-managed parameters.
+        dedicated: the DMuon-managed parameters; their ``spec`` gets the route that the groups force.
+        specs: what ``dedicate_params`` has given them, which counts where no route is forced.
         defaults: ``muon_lr``, ``adamw_lr``, ``muon_weight_decay``, ``adamw_weight_decay``, ``momentum``, ``nesterov``,
             ``adamw_betas``, ``adamw_eps``.
 
@@ -51,7 +53,9 @@ def lower_param_groups(
     if groups is None:
         # Frozen dedicated parameters are listed too: they have an owner, if no state.
         frozen = [dp.param for dp in dedicated if not dp.spec.trainable]
-        return _halves("", [*trainable.values(), *frozen], by_param, _checked("", dict(defaults)))
+        values = _checked("", dict(defaults))
+        _set_specs(dedicated, specs, {})
+        return _halves("", [*trainable.values(), *frozen], by_param, values)
     names = {param: name for name, param in trainable.items()}
     placed: dict[nn.Parameter, str] = {}
     forced: dict[nn.Parameter, ParamSpec] = {}
@@ -63,13 +67,12 @@ def lower_param_groups(
                 raise ValueError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}; known: {', '.join(_KEYS)}")
         if "params" not in group:
             raise ValueError(f"{where}: 'params' is missing")
-        given = group["params"]
-        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        params = _tensors(group["params"], where)
         name = group.get("group_name", f"group{position}")
         if name in placed.values():
             raise ValueError(f"{where}: group_name {name!r} is given twice")
         params = _placed(params, name, where, names, placed)
-        forced |= _forced_route(group, params, by_param, where)
+        forced |= _forced_route(group, params, specs, where)
         checked.append((f"{name}/", params, _hyperparameters(group, defaults, where)))
     missing = [name for name, param in trainable.items() if param not in placed]
     if missing:
@@ -77,9 +80,28 @@ def lower_param_groups(
             f"param_groups leave out {len(missing)} trainable parameters, {missing[0]} among them; every trainable "
             "parameter needs a group"
         )
-    for param, spec in forced.items():  # only now that nothing can go wrong any more
-        by_param[param].spec = spec
+    _set_specs(dedicated, specs, forced)  # only now that nothing can go wrong any more
     return [half for prefix, params, values in checked for half in _halves(prefix, params, by_param, values)]
+
+
+def _tensors(given: Any, where: str) -> list[torch.Tensor]:
+    """One tensor, or several, each by itself or after its name, as PyTorch takes them."""
+    entries = [given] if isinstance(given, torch.Tensor) else list(given)
+    params = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise ValueError(f"{where}: params must be tensors or pairs (name, tensor), got {param!r}")
+    return params
+
+
+def _set_specs(
+    dedicated: Sequence[DedicatedParam],
+    specs: Mapping[nn.Parameter, ParamSpec],
+    forced: Mapping[nn.Parameter, ParamSpec],
+) -> None:
+    """All of them: what an earlier optimizer has forced ends with it."""
+    for dp in dedicated:
+        dp.spec = forced.get(dp.param, specs[dp.param])
 
 
 def _placed(
@@ -107,7 +129,7 @@ def _placed(
 
 
 def _forced_route(
-    group: Mapping[str, Any], params: list[nn.Parameter], by_param: Mapping[nn.Parameter, DedicatedParam], where: str
+    group: Mapping[str, Any], params: list[nn.Parameter], specs: Mapping[nn.Parameter, ParamSpec], where: str
 ) -> dict[nn.Parameter, ParamSpec]:
     """The specs of the group's dedicated parameters on the route it forces."""
     routes = {group[key] for key in _ROUTE_KEYS if group.get(key) is not None}
@@ -119,16 +141,16 @@ def _forced_route(
     (route,) = routes
     if route not in ROUTES:
         raise ValueError(f"{where}: unknown route {route!r}{nearest(route, ROUTES)}; known: {', '.join(ROUTES)}")
-    for dp in (by_param[param] for param in params if param in by_param):
-        if (route == "sharded_adamw") != (dp.spec.route == "sharded_adamw"):
+    for param, spec in ((param, specs[param]) for param in params if param in specs):
+        if (route == "sharded_adamw") != (spec.route == "sharded_adamw"):
             raise ValueError(
-                f"{where}: {dp.fqn} was dedicated on route {dp.spec.route!r} and stored for it; choose {route!r} in "
+                f"{where}: {spec.fqn} was dedicated on route {spec.route!r} and stored for it; choose {route!r} in "
                 "dedicate_params(param_policy=...)"
             )
-        if route == "muon" and len(dp.shape) not in (2, 3):
-            raise ValueError(f"{where}: {dp.fqn} has shape {list(dp.shape)}; the muon route needs matrices")
-        forced[dp.param] = replace(dp.spec, route=route)
-        check_state_dtype(forced[dp.param])
+        if route == "muon" and len(spec.shape) not in (2, 3):
+            raise ValueError(f"{where}: {spec.fqn} has shape {list(spec.shape)}; the muon route needs matrices")
+        forced[param] = replace(spec, route=route)
+        check_state_dtype(forced[param])
     return forced
 
 

@@ -6,10 +6,9 @@ import contextlib
 import functools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from . import fsdp2
 from .assignment import Assignment, MatrixCost, assign
-from .classify import block_of, canonical_fqn, classify, is_bare_container
+from .boundaries import hook_boundaries
+from .classify import canonical_fqn, classify
 from .fused import matrix_layouts
 from .hooks import register_hooks
 from .mesh import GROUP_POLICIES, Lanes, Layout, build_lanes, build_layout
@@ -64,9 +64,19 @@ class Runtime:
         self.skipped = skipped  # canonical name -> why it was not dedicated
         order = {canonical_fqn(name): index for index, (name, _) in enumerate(model.named_parameters())}
         self.params = sorted((dp for unit in units for dp in unit.params), key=lambda dp: order[dp.fqn])
+        self.specs = {dp.param: dp.spec for dp in self.params}  # as dedicated; an optimizer may force other routes
         self.replicate_async = replicate_async
         self.divide_factor = float(layout.shape[0] * layout.shape[1])
         self.may_move = False
+        self.materialised = False  # the same on every rank, also one that owns nothing
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy("the runtime of a dedicated model")
+
+    def check_materialised(self, wanted: str) -> None:
+        """Raises RuntimeError, on every rank, while the model is on meta."""
+        if not self.materialised:
+            raise RuntimeError(f"{self.params[0].fqn} has no weight yet: call dmuon.materialize before {wanted}")
 
     @property
     def owned(self) -> list[Piece]:
@@ -139,15 +149,23 @@ class Runtime:
 
 
 def find_runtime(model: nn.Module) -> Runtime | None:
-    """The runtime attached to ``model`` or to the one module inside it that was dedicated."""
-    for module in model.modules():
-        if _ATTRIBUTE in vars(module):
-            return vars(module)[_ATTRIBUTE]
-    return None
+    """The runtime attached to ``model`` or to the one module inside it that was dedicated.
+
+    Raises:
+        RuntimeError: several modules inside it were, each by itself.
+    """
+    found = {name: module for name, module in model.named_modules() if _ATTRIBUTE in vars(module)}
+    if len(found) > 1:
+        raise RuntimeError(
+            f"dedicate_params was called on {' and on '.join(map(canonical_fqn, found))}, which share no owners: "
+            "call it once, on a module that holds them all (a predicate chooses among its parameters), or use each "
+            "of them by itself, with an optimizer of its own"
+        )
+    return next((vars(module)[_ATTRIBUTE] for module in found.values()), None)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """As :func:`find_runtime`. Raises RuntimeError when ``dedicate_params`` was not called."""
+    """As :func:`find_runtime`. Raises RuntimeError also when ``dedicate_params`` was not called."""
     runtime = find_runtime(model)
     if runtime is not None:
         return runtime
@@ -216,7 +234,7 @@ def dedicate_params(
     tp_mesh = tp_mesh if tp_mesh is not None else _tp_mesh_of(selected)
     tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
     specs = resolve_specs(selected, why, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = _boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
+    boundaries = hook_boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
     casts = {
         boundary: boundary_dtypes(boundary, [specs[fqn] for fqn in specs if boundaries[fqn] == boundary])
         for boundary in dict.fromkeys(boundaries.values())
@@ -240,6 +258,9 @@ def dedicate_params(
     vars(model)[_ATTRIBUTE] = runtime
     fsdp2.guard_apply(model, lambda: runtime.may_move)
     model.register_state_dict_pre_hook(_refuse_state_dict)
+    for module in model.modules():
+        if any(map(fsdp2.is_dedicated, module.parameters())):
+            vars(module)["__deepcopy__"] = functools.partial(_refuse_copy, type(module).__name__)
     vars(model)["zero_grad"] = functools.partial(_zero_grad, model, runtime)
     loads = ", ".join(f"{load:.3f}" for load in assignment.loads)
     logger.info(
@@ -258,6 +279,9 @@ def _check_order(model: nn.Module) -> None:
                 f"fully_shard was applied to {name or 'the root module'} before dedicate_params; dedicate first, so "
                 "that fully_shard can skip the dedicated parameters"
             )
+    for name, param in model.named_parameters():
+        if fsdp2.is_dedicated(param):
+            raise RuntimeError(f"dedicate_params was already called on another module that holds {name}; call it once")
 
 
 def _select(
@@ -320,45 +344,6 @@ def _cost(spec: ParamSpec, unit: str, start: int, stop: int) -> MatrixCost:
     return MatrixCost(_part_name(spec, start, stop), unit, flops, elements * spec.master_dtype.itemsize)
 
 
-def _boundaries(
-    model: nn.Module,
-    selected: Mapping[str, nn.Parameter],
-    accept: Callable[[str, nn.Module], bool] | None,
-    strict: bool,
-) -> dict[str, str]:
-    """Boundary module name (as in ``named_modules``) of each selected parameter."""
-    modules = dict(model.named_modules())
-    by_id = {id(param): fqn for fqn, param in selected.items()}
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) not in by_id:
-            continue
-        holder = name.rpartition(".")[0]
-        if accept is None:
-            boundary = block_of(model, holder) or ""
-        else:
-            boundary = _nearest_accepted(modules, holder, accept)
-            if boundary is None and strict:
-                raise ValueError(
-                    f"{name}: hook_boundary_predicate accepts no module around it; widen the predicate or pass "
-                    "strict_hook_boundary=False to hook such parameters at the root"
-                )
-        found[by_id[id(param)]].add(boundary or "")
-    # A parameter shared by several boundaries is needed whenever one of them runs: it belongs to the root.
-    return {fqn: names.pop() if len(names) == 1 else "" for fqn, names in ((f, found[f]) for f in selected)}
-
-
-def _nearest_accepted(
-    modules: Mapping[str, nn.Module], name: str, accept: Callable[[str, nn.Module], bool]
-) -> str | None:
-    while True:
-        if accept(canonical_fqn(name), modules[name]) and not is_bare_container(modules[name]):
-            return name
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-
-
 def _build(
     model: nn.Module,
     params: Mapping[str, DedicatedParam],
@@ -385,7 +370,8 @@ def _build(
         owned = [dp for dp in inside if dp.spec.route != "sharded_adamw"]
         packs: list[Pack] = [OwnedPack(owned, layout, divide_factor)] if owned else []
         packs += [RowPack(dp, layout, divide_factor) for dp in inside if dp.spec.route == "sharded_adamw"]
-        pinned = any(other != name and (not name or other.startswith(f"{name}.")) for other in names) or not name
+        inner = set(modules[name].modules())  # by identity: a module inside may have its first name elsewhere
+        pinned = not name or any(other != name and modules[other] in inner for other in names)
         units.append(Unit(canonical_fqn(name), modules[name], packs, lanes, pinned, *casts[name]))
     schedule = UnitSchedule(units, lanes, keep_unsharded=mode == "z2", prefetch=prefetch)
     runtime = Runtime(model, units, lanes, layout, assignment, schedule, skipped, replicate_async)
@@ -399,6 +385,7 @@ def _build(
             _take_over(pack, bool(materialised))
     register_hooks(model, schedule)
     if materialised:
+        runtime.materialised = True
         runtime.publish()
     return runtime
 
@@ -442,6 +429,15 @@ def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise RuntimeError(
         "state_dict() of a model with dedicated parameters would hold placeholders (NaN): use "
         "dmuon.get_model_state_dict(model)"
+    )
+
+
+def _refuse_copy(name: str, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{name} cannot be copied: dedicated parameters live on their owners, the copy would hold placeholders (NaN). "
+        "Copy the model before dedicate_params, or dedicate a second one and fill it by "
+        "dmuon.set_model_state_dict(second, dmuon.get_model_state_dict(model)); an average of the weights (EMA) is "
+        "kept of the tensors of get_model_state_dict"
     )
 
 

@@ -50,6 +50,7 @@ def _live_model(model: nn.Module) -> dict[str, torch.Tensor]:
             state[canonical_fqn(name)] = param.detach()
     runtime = find_runtime(model)
     if runtime is not None:
+        runtime.check_materialised("taking or setting its state")
         state |= logical_tensors({piece: piece.master for piece in runtime.owned})
     state |= persistent_buffers(model)
     return state
@@ -60,25 +61,30 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _offloaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory; parts of a larger tensor stay parts."""
+    """Copies in host memory, under the same names; parts of a larger tensor stay parts."""
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         whole, parts = parts_of(tensor)
         parts = [(part.detach().to("cpu", copy=True), offset) for part, offset in parts]
         if not isinstance(tensor, (Chunks, DTensor)):
             copies[name] = parts[0][0]
-        elif parts:
-            copies[name] = Chunks.of(whole, parts)
+        else:  # without parts where this rank's shard is empty
+            copies[name] = Chunks.of(whole, parts) if parts else Chunks.absent(whole, tensor.dtype)
     return copies
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several -> the first one."""
+    """Further names of parameters and buffers that have several -> the first one."""
     first: dict[int, str] = {}
     aliases = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(param), canonical_fqn(name)) != canonical_fqn(name):
             aliases[canonical_fqn(name)] = first[id(param)]
+    prefixes: dict[nn.Module, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if prefixes.setdefault(module, prefix) != prefix:
+            own = _own_buffers(prefixes[module], module), _own_buffers(prefix, module)
+            aliases |= {alias: name for name, alias in zip(*own, strict=True) if alias != name}
     return aliases
 
 
@@ -93,10 +99,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that ``state_dict`` would hold, by canonical name."""
     buffers = {}
     for prefix, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in module._non_persistent_buffers_set:
-                buffers[canonical_fqn(f"{prefix}.{leaf}" if prefix else leaf)] = buffer
+        buffers |= _own_buffers(prefix, module)
     return buffers
+
+
+def _own_buffers(prefix: str, module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        canonical_fqn(f"{prefix}.{leaf}" if prefix else leaf): buffer
+        for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if leaf not in module._non_persistent_buffers_set
+    }
 
 
 @torch.no_grad()
