@@ -45,8 +45,8 @@ def three_forwards_two_backwards(model, rank):
     (first + third).backward()
 
 
-def backward_that_raised_before(model, rank):
-    """Nobody calls zero_grad; what came before it raised stays, as in plain PyTorch."""
+def backward_that_raised(model, rank):
+    """What came before it raised stays, as in plain PyTorch."""
 
     class Breaking(torch.autograd.Function):
         @staticmethod
@@ -57,12 +57,17 @@ def backward_that_raised_before(model, rank):
         def backward(ctx, grad):
             raise ArithmeticError("planned")
 
-    (t1, l1), (t2, l2) = batch(1, rank), batch(2, rank)
+    tokens, labels = batch(4, rank)
     handle = model.layers[1].norm.register_forward_hook(lambda m, a, out: Breaking.apply(out))
     with pytest.raises(ArithmeticError):
-        loss_of(model(t1), l1).backward()
+        loss_of(model(tokens), labels).backward()
     handle.remove()
-    loss_of(model(t2), l2).backward()
+
+
+def backward_after_one_that_raised(model, rank):
+    """Nobody calls zero_grad in between."""
+    backward_that_raised(model, rank)
+    plain(model, rank)
 
 
 def autocast_around_micro_batches(model, rank):
@@ -208,7 +213,8 @@ PROGRAMS = [
     submodule_called_without_the_root,
     out_of_order,
 ]
-OWN_PROGRAMS = [backward_that_raised_before, autocast_around_micro_batches]  # FSDP2 itself does not bear them
+# FSDP2 itself does not bear these.
+OWN_PROGRAMS = [backward_that_raised, backward_after_one_that_raised, autocast_around_micro_batches]
 MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs, CallsOthers]
 
 

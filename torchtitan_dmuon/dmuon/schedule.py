@@ -330,6 +330,7 @@ class UnitSchedule:
     def collect_gradients(self) -> None:
         """Collective with more than one stage. Every launched reduction goes on to its owner, beside the compute
         stream: a piece's ``wait_gradient`` waits for the rest of its way."""
+        self.settle()
         with self.lanes.side_stream("reduce", always=True):
             self._advance_stages(leave=0)
             for unit in self.reduce_order:  # what passes without all_reduce_gradients have left behind
