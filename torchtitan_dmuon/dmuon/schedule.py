@@ -124,7 +124,7 @@ class UnitSchedule:
         self.settle()
         self._release_all()
         # A weight that autocast has cast in an earlier forward would get its gradient where that forward ran, after the
-        # hooks of this one; and what it keeps is the memory that was freed.
+        # hooks of this one; and the casts would keep the memory that Z3 frees.
         torch.clear_autocast_cache()
         self.forward_pass = ForwardPass()
         self._begin_round(Phase.FORWARD)
