@@ -129,7 +129,7 @@ def test_a_head_is_no_block_wherever_it_stands(layout):
     assert muon_names(build_on_meta(build)) == [f"{block}{leaf}.weight" for block in blocks for leaf in leaves]
 
 
-def test_a_layer_as_wide_as_the_vocabulary_is_a_head_in_a_block_too():
+def test_a_layer_shaped_like_the_embedding_is_a_head_in_a_block_too():
     def build(vocabulary):
         further = nn.ModuleList([Extra(), Extra()])
         return parts(wte=tokens(vocabulary), layers=nn.ModuleList([MLP()]), further=further)
@@ -138,5 +138,8 @@ def test_a_layer_as_wide_as_the_vocabulary_is_a_head_in_a_block_too():
     assert decisions["further.1.residual.weight"].muon and decisions["layers.0.mlp.0.weight"].muon
     assert not decisions["further.1.out.weight"].muon
     assert decisions["further.1.out.weight"].reason == "embedding or head"
+    # As wide, but from another dimension (DeepSeek's kv_b_proj with 32768 tokens).
+    lifting = parts(wte=tokens(1000), layers=nn.ModuleList([parts(down=nn.Linear(128, 160), up=nn.Linear(160, 1000))]))
+    assert muon_names(lifting) == ["layers.0.down.weight", "layers.0.up.weight"]
     # A vocabulary as small as the hidden layer of a block says nothing about it.
     assert "layers.0.mlp.0.weight" in muon_names(build_on_meta(lambda: build(256)))

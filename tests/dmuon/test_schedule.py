@@ -151,6 +151,25 @@ class PairCheckpointed(ToyModel):
         return self.lm_head(self.norm(self.layers[2](x)))
 
 
+class ReentrantInside(ToyModel):
+    """Every layer runs twice in a row and recomputes itself: each time its gradients come in a pass of their own."""
+
+    class Recomputed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for layer in self.layers:
+            layer.__class__ = self.Recomputed
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(layer(x))
+        return self.lm_head(self.norm(x))
+
+
 class CallsOthers(ToyModel):
     """The last layer runs the ones before it."""
 
@@ -215,7 +234,7 @@ PROGRAMS = [
 ]
 # FSDP2 itself does not bear these.
 OWN_PROGRAMS = [backward_that_raised, backward_after_one_that_raised, autocast_around_micro_batches]
-MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs, CallsOthers]
+MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs, ReentrantInside, CallsOthers]
 
 
 def oracle_gradients(model_class, program, world, **kwargs):
@@ -323,6 +342,28 @@ def test_what_only_one_rank_does_inside_its_layers(rank, world, mode):
             actual = full_gradients(model)
             assert_same({name: actual[name] for name in expected}, expected, atol=2e-6)
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("raised", [False, True])
+@distributed(world=2)
+def test_what_only_one_rank_keeps(rank, world, raised):
+    """A forward without backward, whose output (or whose exception, with all it holds) one rank keeps."""
+    model, optimizer = build(world, ToyModel(layers=6), shard=False)
+    tokens, _ = batch(1, rank)
+    if raised:
+        handle = model.layers[3].norm.register_forward_hook(lambda m, a, out: out.view(-1, 1000))
+        with pytest.raises(RuntimeError, match="invalid for input of size") as kept:
+            model(tokens)
+        handle.remove()
+    else:
+        kept = model(tokens)
+    if rank == 0:
+        del kept
+    optimizer.zero_grad()
+    plain(model, rank)
+    expected = {n: g for n, g in oracle_gradients(ToyModel, plain, world, layers=6).items() if is_proj(n, g)}
+    actual = full_gradients(model)
+    assert_same({name: actual[name] for name in expected}, expected)
 
 
 @distributed(world=2)

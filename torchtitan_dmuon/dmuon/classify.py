@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 # What wrappers put into a name; the canonical name of a parameter has none of them.
@@ -20,8 +21,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Newton-Schulz gains nothing on gates this thin (in_proj_ba, shared_expert_gate, LoRA factors, per-head gates).
 MIN_MATRIX_DIM = 128
 
-# A layer as wide as the vocabulary is a head wherever it stands, if the vocabulary is wider than this many times the
-# model: with a smaller one, the hidden layer of a block may be just as wide.
+# A layer shaped like an embedding is a head wherever it stands, if the vocabulary is wider than this many times the
+# model: with a smaller one, the hidden layer of a block may have that shape.
 _WIDEST_BLOCK = 4
 
 
@@ -66,7 +67,7 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
     """
     embeddings = _embedding_ids(model)
     blocks = _repeated_blocks(model)
-    vocabularies = _vocabularies(model)
+    embedding_shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     decisions: dict[str, Decision] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
@@ -75,7 +76,7 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
                 continue
             seen.add(id(param))
             name = f"{module_name}.{leaf}" if module_name else leaf
-            if id(param) in embeddings or _is_as_wide_as_a_vocabulary(param, vocabularies):
+            if id(param) in embeddings or _is_shaped_like_a_head(param, embedding_shapes):
                 decision = Decision(False, "embedding or head")
             else:
                 decision = _decide(model, module_name, module, leaf, param, blocks, min_matrix_dim)
@@ -167,13 +168,9 @@ def _is_inside(module_name: str, blocks: set[str]) -> bool:
     return any(".".join(parts[:length]) in blocks for length in range(1, len(parts) + 1))
 
 
-def _vocabularies(model: nn.Module) -> set[int]:
-    return {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-
-
-def _is_as_wide_as_a_vocabulary(param: nn.Parameter, vocabularies: set[int]) -> bool:
+def _is_shaped_like_a_head(param: nn.Parameter, embedding_shapes: set[torch.Size]) -> bool:
     """Known so wherever it stands: Medusa's and DeepSeek's further heads are inside blocks."""
-    return param.ndim == 2 and param.shape[0] in vocabularies and param.shape[0] > _WIDEST_BLOCK * param.shape[1]
+    return param.shape in embedding_shapes and param.shape[0] > _WIDEST_BLOCK * param.shape[1]
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -20,7 +20,6 @@ the end.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -43,12 +42,12 @@ class Phase(enum.Enum):
 
 
 class ForwardPass:
-    """What one forward pass did. The hooks on its outputs hold it, so it lives as long as a backward through them may
-    come.
+    """What one forward pass did; the hooks on its outputs know it.
 
     Attributes:
         orderly: the units ran in their order.
         repeated: a unit ran again, other than at once.
+        again: the units that ran again at once.
         spent: its graph has been used up.
         has_grad: it was run with gradients.
     """
@@ -56,6 +55,7 @@ class ForwardPass:
     def __init__(self) -> None:
         self.orderly = True
         self.repeated = False
+        self.again: set[Unit] = set()
         self.spent = False
         self.has_grad = torch.is_grad_enabled()
         self._place = -1
@@ -68,7 +68,9 @@ class ForwardPass:
         reentrant = torch.is_grad_enabled() != self.has_grad
         if reentrant or (not unit.pinned and place < self._place):
             self.orderly = False
-        if unit in self._seen and (reentrant or not at_once):
+        if unit in self._seen and at_once and not reentrant:
+            self.again.add(unit)
+        elif unit in self._seen:
             self.repeated = True
         self._seen.add(unit)
         if not unit.pinned:
@@ -105,7 +107,9 @@ class UnitSchedule:
         self._in_flight: deque[tuple[Unit, bool]] = deque()
         self._staged: deque[Unit] = deque()  # in the replicate stage
         self.forward_pass: ForwardPass | None = None  # that is running
-        self._passes: list[weakref.ref[ForwardPass]] = []  # those whose backward may come
+        # Those whose backward may come: until it does, or the weights change, which no graph survives. Not until they
+        # are collected: that is not at the same time on every rank, and what follows from this must be the same.
+        self._passes: list[ForwardPass] = []
         self._orderly = True  # is the backward pass that is running
         self._place = -1  # of the earliest unit it has reached
         # Reductions have been launched since gradients were last dropped; the same on every rank.
@@ -166,18 +170,14 @@ class UnitSchedule:
             return
         self._finish_round(self.cyclic)
         self.phase = Phase.IDLE
-        self._passes = [ref for ref in self._passes if self._may_come(ref())]
+        self._passes = [forward for forward in self._passes if not forward.spent]
         if self.forward_pass.has_grad:
-            self._passes.append(weakref.ref(self.forward_pass))
+            self._passes.append(self.forward_pass)
         self.forward_pass = None
         for unit in self.units:
             unit.active_calls = 0
             if not keep_last or not self._stays(unit):
                 self._release(unit)
-
-    @staticmethod
-    def _may_come(forward: ForwardPass | None) -> bool:
-        return forward is not None and not forward.spent
 
     def _stays(self, unit: Unit) -> bool:
         """Backward needs its weights first, so they are not freed in between."""
@@ -255,14 +255,14 @@ class UnitSchedule:
             self.end_forward(keep_last=True)  # a backward inside the root's forward, or a forward without the root
         queue_end_of_backward(self.end_backward)
         # Which of them this one goes through is not known before its end.
-        coming = [forward for ref in self._passes if self._may_come(forward := ref())]
+        coming = [forward for forward in self._passes if not forward.spent]
         # Under reentrant checkpointing a unit used twice gets its gradient in pieces; it is complete at the end only.
         self._hold_reductions = len(coming) != 1 or coming[0].repeated
         self._orderly = not self._hold_reductions and coming[0].orderly
         self._place = len(self.cyclic)
         self._next_reduce = 0
         for unit in self.units:
-            unit.expect_gradients()
+            unit.expect_gradients(once=all(unit not in forward.again for forward in coming))
         self._begin_round(Phase.BACKWARD)
 
     def need_for_backward(self, unit: Unit, forward: ForwardPass) -> None:
@@ -345,6 +345,7 @@ class UnitSchedule:
 
     def invalidate_weights(self) -> None:
         """The optimizer has changed the masters: nothing unsharded may be read again."""
+        self._passes.clear()
         for unit in self.units:
             unit.release(keep=False)
 

@@ -121,9 +121,16 @@ class Unit:
 
     # ---------------------------------------------------------------- gradients
 
-    def expect_gradients(self) -> None:
-        """A backward pass may begin: no parameter has its gradient yet."""
+    def expect_gradients(self, once: bool = True) -> None:
+        """A backward pass may begin: no parameter has its gradient yet.
+
+        Args:
+            once: a parameter has all of its gradient when it has one. Else (the unit ran several times, and may have
+                checkpoints inside whose backward is a pass of its own) only :meth:`expect_no_more_gradients` tells.
+        """
         self._awaiting = {dp.fqn for _, dp in self.trainable}
+        if not once:
+            self._awaiting.add("")
         self.reduce_launched = False
 
     def expect_no_more_gradients(self) -> None:
