@@ -64,6 +64,20 @@ def backward_that_raised(model, rank):
     handle.remove()
 
 
+def backward_tried_again(model, rank):
+    tokens, labels = batch(4, rank)
+    loss = loss_of(model(tokens), labels)
+    handle = model.layers[1].q_proj.weight.register_hook(raising)
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    loss.backward()
+
+
+def raising(grad):
+    raise ArithmeticError("planned")
+
+
 def backward_after_one_that_raised(model, rank):
     """Nobody calls zero_grad in between."""
     backward_that_raised(model, rank)
@@ -233,7 +247,12 @@ PROGRAMS = [
     out_of_order,
 ]
 # FSDP2 itself does not bear these.
-OWN_PROGRAMS = [backward_that_raised, backward_after_one_that_raised, autocast_around_micro_batches]
+OWN_PROGRAMS = [
+    backward_that_raised,
+    backward_tried_again,
+    backward_after_one_that_raised,
+    autocast_around_micro_batches,
+]
 MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs, ReentrantInside, CallsOthers]
 
 

@@ -67,9 +67,9 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
+def backward_id() -> int:
+    """Which backward pass autograd is running on this thread; -1 for none."""
+    return torch._C._current_graph_task_id()
 
 
 def backward_keeps_graph() -> bool:

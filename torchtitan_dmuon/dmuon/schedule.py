@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .fsdp2 import backward_keeps_graph, in_backward, queue_end_of_backward
+from .fsdp2 import backward_id, backward_keeps_graph, queue_end_of_backward
 from .mesh import Lanes
 from .storage import DedicatedParam
 from .unit import Pack, Unit, Weights
@@ -112,6 +112,7 @@ class UnitSchedule:
         self._passes: list[ForwardPass] = []
         self._orderly = True  # is the backward pass that is running
         self._place = -1  # of the earliest unit it has reached
+        self._backward_id: int | None = None  # its own, where known
         # Reductions have been launched since gradients were last dropped; the same on every rank.
         self.has_gradients = False
 
@@ -123,7 +124,7 @@ class UnitSchedule:
 
     def begin_forward(self) -> None:
         """The root's forward begins (or a unit is entered without the root)."""
-        if self.phase is Phase.BACKWARD and in_backward():
+        if self.phase is Phase.BACKWARD and backward_id() != -1:
             return  # recomputation
         self.settle()
         self._release_all()
@@ -245,8 +246,13 @@ class UnitSchedule:
         Args:
             forward: the pass on whose output the hook is.
         """
+        # Hooks on outputs fire in the outermost pass, those of parameters also in one inside a reentrant checkpoint.
+        this = None if forward is None else backward_id()
+        if self.phase is Phase.BACKWARD and None not in (this, self._backward_id) and this != self._backward_id:
+            self.settle()  # the one before raised
         if self.phase is not Phase.BACKWARD:
             self._begin_backward()
+            self._backward_id = this
         if forward is not None and not backward_keeps_graph():
             forward.spent = True
 
