@@ -60,7 +60,9 @@ def _items(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value)) if isinstance(value, (list, tuple)) else {}
 
 
-def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _caster(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if dtype is None:
+        return lambda tensor: tensor
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -101,14 +103,15 @@ def _root_post_forward(schedule: UnitSchedule) -> Callable:
 
 
 def _pre_forward(schedule: UnitSchedule, unit: Unit) -> Callable:
+    cast = _caster(unit.input_dtype)
+
+    def receive(tensor: torch.Tensor) -> torch.Tensor:
+        return cast(arrived(tensor))
+
     @torch.compiler.disable
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         schedule.enter_unit(unit)
-        args, kwargs = map_tensors(arrived, args), map_tensors(arrived, kwargs)
-        if unit.input_dtype is None:
-            return args, kwargs
-        cast = _caster(unit.input_dtype)
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
+        return map_tensors(receive, args), map_tensors(receive, kwargs)
 
     return hook
 
