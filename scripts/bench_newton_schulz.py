@@ -121,7 +121,7 @@ def sigma_range(variant: Variant, x: torch.Tensor) -> str:
 
 def configurations(device: torch.device) -> list:
     """What the sweep tries. The tensor-descriptor ones need SM90."""
-    from torchtitan_dmuon.dmuon.symmetric import TileConfig
+    from torchtitan_dmuon.dmuon.kernels.symmetric import TileConfig
 
     configs = [
         TileConfig(128, 128, 64, warps=8, stages=3),
@@ -165,7 +165,7 @@ def check(device: torch.device, variants: dict[str, Variant | str]) -> bool:
     dtype = NewtonSchulz.compute_dtype(device)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-5
     try:
-        from torchtitan_dmuon.dmuon.symmetric import symmetric_product, unavailable
+        from torchtitan_dmuon.dmuon.kernels.symmetric import symmetric_product, unavailable
 
         why = unavailable(device)
     except ImportError as error:
@@ -307,7 +307,7 @@ def whole_model(device: torch.device, variants: dict[str, Variant | str], scale:
 
 def sweep(device: torch.device, sizes: list[int], batches: list[int], out: str | None) -> None:
     """The symmetric kernel alone, against cuBLAS."""
-    from torchtitan_dmuon.dmuon.symmetric import choose_tiles, symmetric_product
+    from torchtitan_dmuon.dmuon.kernels.symmetric import choose_tiles, symmetric_product
 
     dtype = NewtonSchulz.compute_dtype(device)
     capability, multiprocessors = (9, 0), 4

@@ -22,7 +22,7 @@ from torch import nn
 import dmuon
 from torchtitan_dmuon.config.job_config import Comm
 from torchtitan_dmuon.distributed import init_distributed
-from torchtitan_dmuon.dmuon.newton_schulz import newton_schulz_flops
+from torchtitan_dmuon.dmuon.kernels.newton_schulz import newton_schulz_flops
 
 # (shape, how many) of one layer; layers.
 MODELS = {

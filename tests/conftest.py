@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     # Before Triton is imported: kernels are interpreted, so that their tests run on the CPU, too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.pool import stop_all
+from tests.support.pool import stop_all
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import dmuon
-from tests.pool import distributed
+from tests.support.pool import distributed
 from torchtitan_dmuon.config import load_config
 from torchtitan_dmuon.config.job_config import KEYS, ParamGroup
 from torchtitan_dmuon.config.key import KeySpec, key_specs
@@ -159,7 +159,7 @@ def check_keys(section: str, rows: list[list[str]]) -> None:
 
 def check_policy(rows: list[list[str]]) -> None:
     """Columns: key, default, meaning."""
-    policy = importlib.import_module("torchtitan_dmuon.dmuon.policy")
+    policy = importlib.import_module("torchtitan_dmuon.dmuon.ownership.policy")
     assert [row[0] for row in rows] == list(policy.SETTABLE)
     declared = {field.name: field.default for field in fields(policy.ParamSpec) if field.default is not MISSING}
     for name, default, _ in rows:
@@ -170,11 +170,14 @@ def check_policy(rows: list[list[str]]) -> None:
 def check_names(what: str, rows: list[list[str]]) -> None:
     names = {re.sub(r"`", "", part).strip() for row in rows for part in row[0].split(",")}
     known = {
-        "param_groups": lambda: importlib.import_module("torchtitan_dmuon.dmuon.param_groups")._KEYS,
-        "scales": lambda: importlib.import_module("torchtitan_dmuon.dmuon.matrices").SCALES,
+        "param_groups": lambda: importlib.import_module("torchtitan_dmuon.dmuon.optimizer.groups")._KEYS,
+        "scales": lambda: importlib.import_module("torchtitan_dmuon.dmuon.optimizer.stack").SCALES,
         "coefficients": lambda: dmuon.COEFFICIENTS,
-        "routes": lambda: importlib.import_module("torchtitan_dmuon.dmuon.policy").ROUTES,
-        "fused": lambda: {*importlib.import_module("torchtitan_dmuon.dmuon.fused")._LINEARS, "c_attn"},
+        "routes": lambda: importlib.import_module("torchtitan_dmuon.dmuon.ownership.policy").ROUTES,
+        "fused": lambda: {
+            *importlib.import_module("torchtitan_dmuon.dmuon.ownership.fused_weights")._LINEARS,
+            "c_attn",
+        },
     }[what]()
     assert names == set(known), what
 
@@ -184,7 +187,7 @@ def check_errors(rows: list[list[str]]) -> None:
     folder = Path(dmuon.__file__).parent / "torchtitan_dmuon" / "dmuon"
     literals = [
         node.value
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]

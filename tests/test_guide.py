@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.dmuon.harness import assert_same, full_weights, weights_of
-from tests.oracle import OracleMuon
-from tests.pool import distributed
+from tests.support.harness import assert_same, full_weights, weights_of
+from tests.support.oracle import OracleMuon
+from tests.support.pool import distributed
 
 VOCAB, DIM, HIDDEN, LENGTH = 29, 20, 36, 7
 

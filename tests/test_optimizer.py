@@ -8,11 +8,11 @@ import torch
 
 from models.llama3 import Llama3, Llama3Args
 from models.llama3 import spec as llama3
-from tests.harness_meshes import one_rank
-from tests.training import tiny, train, write_corpus
+from tests.support.meshes import one_rank
+from tests.support.training import tiny, train, write_corpus
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
-from torchtitan_dmuon.dmuon.blocks import split_heads
+from torchtitan_dmuon.dmuon.ownership.blocks import split_heads
 from torchtitan_dmuon.optimizer import build_optimizer, group_parameters, guarded_step
 from torchtitan_dmuon.parallel import parallelize
 from torchtitan_dmuon.parallel.parallelize import plan_dedication

@@ -8,9 +8,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from models.llama3 import Llama3, Llama3Args
 from models.llama3 import spec as llama3
-from tests.dmuon.harness import assert_same, full_weights, weights_of
-from tests.oracle import OracleMuon
-from tests.pool import distributed, pool_of
+from tests.support.harness import assert_same, full_weights, weights_of
+from tests.support.oracle import OracleMuon
+from tests.support.pool import distributed, pool_of
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import load_config
 from torchtitan_dmuon.loss import cross_entropy_sum, whole

@@ -11,8 +11,8 @@ import torch
 
 from models import get_model_args
 from models.llama3 import Llama3
-from tests.oracle import OracleMuon
-from tests.training import tiny, train, write_corpus
+from tests.support.oracle import OracleMuon
+from tests.support.training import tiny, train, write_corpus
 from torchtitan_dmuon.dmuon import Lane
 from torchtitan_dmuon.trainer import Trainer
 

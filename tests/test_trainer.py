@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.training import start_torchrun, tiny, train, write_corpus
+from tests.support.training import start_torchrun, tiny, train, write_corpus
 from torchtitan_dmuon.config import ConfigError, load_config
 from torchtitan_dmuon.trainer import Trainer
 

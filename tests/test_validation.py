@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle import ToyModel
-from tests.pool import distributed
+from tests.support.oracle import ToyModel
+from tests.support.pool import distributed
 from torchtitan_dmuon.config.job_config import Compile, Validation
 from torchtitan_dmuon.data import PackedDataset, build_loader
 from torchtitan_dmuon.dmuon import Lane

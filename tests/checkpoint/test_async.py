@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.toy import build_toy, checkpointer, everything, read_checkpoint, state_at, step
-from tests.dmuon.harness import assert_same
-from tests.pool import distributed
+from tests.support.harness import assert_same
+from tests.support.pool import distributed
+from tests.support.toy import build_toy, checkpointer, everything, read_checkpoint, state_at, step
 from torchtitan_dmuon.checkpoint import CheckpointError, saving
 
 MODES = ["disabled", "async", "async_with_pinned_mem"]

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.toy import Toy, build_toy, checkpointer, everything, state_at, step
-from tests.dmuon.harness import assert_same, build
-from tests.pool import distributed
+from tests.support.harness import assert_same, build
+from tests.support.pool import distributed
+from tests.support.toy import Toy, build_toy, checkpointer, everything, state_at, step
+from tests.support.training import tiny, train, write_corpus
 from tests.test_trainer import assert_refused
-from tests.training import tiny, train, write_corpus
 from torchtitan_dmuon.checkpoint import CheckpointError, saving
 
 FLAT = (1, 2, 1)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from models import get_model_args, get_model_spec, model_names
 from models.layers import RopeScaling
 from scripts.convert_checkpoint import main as convert
-from tests.checkpoint.toy import read_checkpoint
-from tests.pool import distributed
+from tests.support.pool import distributed
+from tests.support.toy import read_checkpoint
+from tests.support.training import tiny, train, write_corpus
 from tests.test_trainer import assert_refused
-from tests.training import tiny, train, write_corpus
 from torchtitan_dmuon.checkpoint import CheckpointError, Contents, TrainState
 from torchtitan_dmuon.checkpoint.directory import checksum
 from torchtitan_dmuon.checkpoint.loading import load_huggingface

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from tests.checkpoint.toy import build_toy, checkpointer, everything, read_checkpoint, state_at, step
-from tests.dmuon.harness import assert_same, full_weights
-from tests.pool import distributed
+from tests.support.harness import assert_same, full_weights
+from tests.support.pool import distributed
+from tests.support.toy import build_toy, checkpointer, everything, read_checkpoint, state_at, step
 
 MESHES = {
     4: {"shard 4": (1, 4, 1), "2x2": (2, 2, 1), "dp2 tp2": (1, 2, 2)},

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.training import ROOT, start_torchrun, tiny, train, write_corpus
+from tests.support.training import ROOT, start_torchrun, tiny, train, write_corpus
 
 pytestmark = pytest.mark.dist
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dmuon
-from tests.dmuon.harness import assert_same, full_weights, unique_names, weights_of
-from tests.oracle import orthogonalize
-from tests.pool import distributed
+from tests.support.harness import assert_same, full_weights, unique_names, weights_of
+from tests.support.oracle import orthogonalize
+from tests.support.pool import distributed
 
 pytest.importorskip("transformers", reason="these tests build models of transformers")
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 os.environ["DMUON_TEST_DEVICE"] = "cuda"  # read where the harness is imported
 
 from tests.dmuon import test_lanes, test_meshes, test_muon, test_schedule, test_state_dict
-from tests.dmuon.harness import assert_same
 from tests.gpu.test_delays import slow_reductions_change_nothing, train_with_delays
+from tests.support.harness import assert_same
 
 MESHES = {"shard 2": (1, 2, 1), "2x1": (2, 1, 1), "tp2": (1, 1, 2)}
 DELAYED_STEPS = 200

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from tests.dmuon.harness import assert_same, build, data_rank, full_weights
-from tests.oracle import ToyModel, batch, loss_of
-from tests.pool import distributed
+from tests.support.harness import assert_same, build, data_rank, full_weights
+from tests.support.oracle import ToyModel, batch, loss_of
+from tests.support.pool import distributed
 
 pytestmark = [
     pytest.mark.gpu,

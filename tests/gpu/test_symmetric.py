@@ -9,8 +9,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-symmetric = pytest.importorskip("torchtitan_dmuon.dmuon.symmetric", reason="needs Triton", exc_type=ImportError)
-from torchtitan_dmuon.dmuon.symmetric import TileConfig, symmetric_product  # noqa: E402
+symmetric = pytest.importorskip("torchtitan_dmuon.dmuon.kernels.symmetric", reason="needs Triton", exc_type=ImportError)
+from torchtitan_dmuon.dmuon.kernels.symmetric import TileConfig, symmetric_product  # noqa: E402
 
 CONFIGS = [
     None,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.training import ROOT, write_corpus
+from tests.support.training import ROOT, write_corpus
 
 spec = importlib.util.spec_from_file_location("compare_optimizers", ROOT / "scripts" / "compare_optimizers.py")
 compare = importlib.util.module_from_spec(spec)

@@ -30,7 +30,7 @@ from torchtitan_dmuon.checkpoint.directory import (
 from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
 from torchtitan_dmuon.config import ConfigError
 from torchtitan_dmuon.distributed import agree, first_problem
-from torchtitan_dmuon.dmuon.chunks import Chunks, parts_of
+from torchtitan_dmuon.dmuon.state.pieces import Chunks, parts_of
 
 # The DefaultStager of torch 2.11 and 2.12 takes itself apart when it has staged once: there every save makes (and page-
 # locks) memory of its own.

@@ -1,9 +1,17 @@
 """Distributed Muon with dedicated ownership. The public names are listed in ``dmuon.py`` at the repository's root."""
 
-from .assignment import Assignment
-from .blocks import Block, BlockSplit, split_equal, split_heads, split_interleaved, split_sizes
-from .classify import Decision, canonical_fqn, classify
-from .clip import (
+from .dedicate import dedicate_params
+from .extras.qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
+from .extras.reports import (
+    OwnershipRow,
+    format_ownership_table,
+    ownership_table,
+    summarize_comm_plan,
+    summarize_param_groups,
+)
+from .kernels.newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
+from .kernels.select import get_backend_status, get_ns_backend
+from .optimizer.clip import (
     GradientEntry,
     clip_grad_norm_,
     clip_grad_norm_buckets_,
@@ -12,23 +20,11 @@ from .clip import (
     register_muon_grad_clip_strategy,
     try_clip_optimizer_grad_norm_buckets_,
 )
-from .diagnostics import (
-    OwnershipRow,
-    format_ownership_table,
-    ownership_table,
-    summarize_comm_plan,
-    summarize_param_groups,
-)
-from .fsdp2 import set_group_timeout
-from .lanes import Lane
-from .materialize import initialize_undedicated, materialize
-from .muon import Muon
-from .newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
-from .ns_backend import get_backend_status, get_ns_backend
-from .optimizer_state import check_muon_recipe, convert_ema_momentum, muon_recipe, state_dict_from_torch
-from .qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
-from .runtime import (
-    dedicate_params,
+from .optimizer.muon import Muon
+from .ownership.assignment import Assignment
+from .ownership.blocks import Block, BlockSplit, split_equal, split_heads, split_interleaved, split_sizes
+from .ownership.classify import Decision, canonical_fqn, classify
+from .runtime.handle import (
     get_dedicated_params,
     get_owned_params,
     ignored_params,
@@ -37,7 +33,9 @@ from .runtime import (
     set_requires_all_reduce,
     set_timeout,
 )
-from .state_dict import (
+from .runtime.param import DedicatedParam, Piece
+from .state.materialize import initialize_undedicated, materialize
+from .state.model import (
     get_model_shapes,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -45,7 +43,9 @@ from .state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from .storage import DedicatedParam, Piece
+from .state.optimizer import check_muon_recipe, convert_ema_momentum, muon_recipe, state_dict_from_torch
+from .transport.lane import Lane
+from .transport.torch_private import set_group_timeout
 
 __all__ = [
     "COEFFICIENTS",

@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def parallelize(model: nn.Module, meshes: Meshes, spec: ModelSpec, config: JobConfig) -> nn.Module:
     """Prepare ``model`` (on meta, with its blocks in ``model.layers``) for training. Collective.
 
-    Afterwards the parameters are allocated by :func:`torchtitan_dmuon.dmuon.materialize`.
+    Afterwards the parameters are allocated by :func:`torchtitan_dmuon.dmuon.state.materialize`.
 
     Raises:
         ConfigError: a ``dmuon.include`` or ``dmuon.exclude`` pattern matches nothing or no matrix, or ``[dmuon]``

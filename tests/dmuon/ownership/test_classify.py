@@ -1,0 +1,382 @@
+"""The default predicate on our own models and on HuggingFace's, built on meta from small configurations."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dmuon import classify
+from models import get_model_args, get_model_spec
+from tests.support.oracle import ToyModel
+from torchtitan_dmuon.dmuon.ownership.classify import block_of, canonical_fqn
+
+
+def muon_names(model, **options):
+    return [name for name, decision in classify(model, **options).items() if decision.muon]
+
+
+def build_on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def small_llama3(tie=False):
+    spec = get_model_spec("llama3")
+    args = dataclasses.replace(
+        get_model_args("llama3", next(iter(spec.flavors))),
+        dim=256, n_layers=12, n_heads=4, n_kv_heads=2, ffn_hidden_dim=384, vocab_size=512, tie_embeddings=tie,
+    )  # fmt: skip
+    return build_on_meta(lambda: spec.build(args))
+
+
+# ------------------------------------------------------------------ our own
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_llama3(tie):
+    model = small_llama3(tie)
+    leaves = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
+    leaves += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+    assert set(muon_names(model)) == {f"layers.{i}.{leaf}.weight" for i in range(12) for leaf in leaves}
+    decisions = classify(model)
+    assert list(decisions) == [name for name, _ in model.named_parameters()]
+    assert decisions["tok_embeddings.weight"].reason == "embedding or head"
+    assert decisions["norm.weight"].reason == "1-D"
+    assert tie == ("output.weight" not in decisions)
+    if not tie:
+        assert decisions["output.weight"].reason == "outside the repeated blocks"
+
+
+class Zoo(nn.Module):
+    """One block of everything that must not be a matrix for Muon, beside four that are."""
+
+    class TopKRouter(nn.Linear):
+        pass
+
+    class SwitchRouter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Linear(128, 256, bias=False)
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Module()
+        block.proj = nn.Linear(128, 256)
+        block.square = nn.Linear(128, 128, bias=False)
+        block.thin = nn.Linear(256, 127, bias=False)
+        block.conv = nn.Conv1d(256, 256, 4, groups=256)
+        block.dense_conv = nn.Conv2d(256, 256, 1)
+        block.norm = nn.LayerNorm(128)
+        block.positions = nn.Embedding(256, 128)
+        block.tied = nn.Linear(128, 256, bias=False)
+        block.tied.weight = block.positions.weight
+        block.mlp = nn.Module()
+        block.mlp.gate = nn.Linear(128, 256)
+        block.mlp.experts = nn.Module()
+        block.shared = nn.Module()
+        block.shared.gate = nn.Linear(128, 256, bias=False)
+        block.shared.shared_expert = nn.Module()
+        block.glu = nn.Module()  # gated, without experts: nothing is routed
+        block.glu.gate = nn.Linear(128, 256, bias=False)
+        block.glu.up = nn.Linear(128, 256, bias=False)
+        block.moe = nn.Module()
+        block.moe.router = nn.Module()
+        block.moe.router.gate = nn.Linear(128, 256, bias=False)
+        block.moe.choose = self.TopKRouter(128, 256, bias=False)
+        block.moe.switch = self.SwitchRouter()
+        block.router = nn.Linear(128, 256, bias=False)
+        block.experts = nn.Module()
+        block.experts.w1 = nn.Parameter(torch.empty(4, 256, 128))
+        block.experts.w1_bias = nn.Parameter(torch.empty(256, 128))
+        block.A_log = nn.Parameter(torch.empty(1, 1, 256, 256))
+        block.scalar = nn.Parameter(torch.empty(()))
+        self.layers = nn.ModuleList([block])
+        self.projector = nn.Linear(256, 256)
+
+
+def test_zoo():
+    decisions = classify(build_on_meta(Zoo))
+    assert {name.removeprefix("layers.0."): decision.reason for name, decision in decisions.items()} == {
+        "A_log": "not the weight of a linear layer (Module.A_log)",
+        "scalar": "0-D",
+        "proj.weight": "Linear in a block",
+        "proj.bias": "1-D",
+        "square.weight": "Linear in a block",
+        "thin.weight": "thin: smaller side 127 < 128",
+        "conv.weight": "not the weight of a linear layer (Conv1d.weight)",
+        "conv.bias": "1-D",
+        "dense_conv.weight": "not the weight of a linear layer (Conv2d.weight)",
+        "dense_conv.bias": "1-D",
+        "norm.weight": "1-D",
+        "norm.bias": "1-D",
+        "positions.weight": "embedding or head",
+        "mlp.gate.weight": "router",
+        "mlp.gate.bias": "1-D",
+        "shared.gate.weight": "router",
+        "glu.gate.weight": "Linear in a block",
+        "glu.up.weight": "Linear in a block",
+        "moe.router.gate.weight": "router",
+        "moe.choose.weight": "router",
+        "moe.switch.scores.weight": "router",
+        "router.weight": "router",
+        "experts.w1": "not the weight of a linear layer (Module.w1)",
+        "experts.w1_bias": "not the weight of a linear layer (Module.w1_bias)",
+        "projector.weight": "outside the repeated blocks",
+        "projector.bias": "1-D",
+    }
+    assert [name for name, decision in decisions.items() if decision.muon] == [
+        "layers.0.proj.weight",
+        "layers.0.square.weight",
+        "layers.0.glu.gate.weight",
+        "layers.0.glu.up.weight",
+    ]
+
+
+def test_smallest_side():
+    model = ToyModel(layers=1)  # 20 and 36 wide
+    assert muon_names(model) == []
+    everything = ["layers.0.q_proj.weight", "layers.0.up_proj.weight", "layers.0.down_proj.weight"]
+    assert muon_names(model, min_matrix_dim=20) == everything
+    assert muon_names(model, min_matrix_dim=21) == []
+
+
+# ------------------------------------------------------------------ HuggingFace
+
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**COMMON, attention_bias=True))
+
+
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON))
+
+
+def gemma2():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**COMMON))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=256, n_layer=2, n_head=4, n_positions=128))
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    # 160 experts, so that the router is not refused merely for being thin.
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **COMMON, num_experts=160, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1
+        )
+    )
+
+
+HF_MODELS = [
+    (llama, "model.layers", LINEARS, False),
+    (qwen3, "model.layers", LINEARS, False),
+    (gemma2, "model.layers", LINEARS, True),
+    (gpt2, "transformer.h", GPT2, True),
+    (qwen3_moe, "model.layers", LINEARS[:4] + EXPERTS, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "blocks", "leaves", "tied"), HF_MODELS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_huggingface(build, blocks, leaves, tied):
+    model = build_on_meta(build)
+    if tied:
+        model.tie_weights()  # building on meta may untie
+    expected = {f"{blocks}.{i}.{leaf}" + ("" if "experts" in leaf else ".weight") for i in range(2) for leaf in leaves}
+    assert set(muon_names(model)) == expected
+    decisions = classify(model)
+    assert list(decisions) == [name for name, _ in model.named_parameters()]
+    assert ("lm_head.weight" in decisions) != tied
+    kinds = ("embed", "wte", "wpe", "lm_head", "norm", "ln_", "bias", "mlp.gate.", "router")
+    for name, decision in decisions.items():
+        if any(kind in name for kind in kinds):
+            assert not decision.muon, name
+    embedding = next(name for name, param in model.named_parameters() if param is model.get_input_embeddings().weight)
+    assert decisions[embedding].reason == "embedding or head"
+    if not tied:
+        assert decisions["lm_head.weight"].reason == "embedding or head"
+
+
+def test_an_output_head_inside_a_block_is_known_by_the_models_own_word():
+    """``get_output_embeddings`` is HuggingFace's interface; a headless model raises from it."""
+
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Module()])
+            self.layers[0].proj = nn.Linear(128, 128, bias=False)
+            self.layers[0].head = nn.Linear(128, 256, bias=False)
+
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+        def get_output_embeddings(self):
+            return self.layers[0].head
+
+    decisions = classify(build_on_meta(Headed))
+    assert decisions["layers.0.proj.weight"].muon
+    assert not decisions["layers.0.head.weight"].muon
+    assert decisions["layers.0.head.weight"].reason == "embedding or head"
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_wrappers_do_not_change_names_or_decisions():
+    expected = classify(ToyModel(dim=128, hidden=130))
+    assert sum(decision.muon for decision in expected.values()) == 9
+    wrapped = ToyModel(dim=128, hidden=130)
+    wrapped.layers[0] = checkpoint_wrapper(wrapped.layers[0])
+    wrapped.layers[1] = torch.compile(wrapped.layers[1])
+    wrapped.layers[2] = torch.compile(checkpoint_wrapper(wrapped.layers[2]))
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert "layers.0._checkpoint_wrapped_module.q_proj.weight" in names  # so there is something to strip
+    assert "layers.2._orig_mod._checkpoint_wrapped_module.q_proj.weight" in names
+    assert classify(wrapped) == expected
+    assert classify(torch.compile(wrapped)) == expected
+
+    inside = ToyModel(dim=128, hidden=130)
+    for layer in inside.layers:
+        layer.q_proj = checkpoint_wrapper(layer.q_proj)
+        composable_checkpoint(layer.up_proj)
+    assert classify(inside) == expected
+
+
+def test_canonical_names():
+    assert canonical_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.q_proj.weight") == "layers.0.q_proj.weight"
+    assert canonical_fqn("a._fsdp_wrapped_module.b") == "a.b"
+    assert canonical_fqn("layers.0.q_proj.weight") == "layers.0.q_proj.weight"
+    assert canonical_fqn("my_orig_mod.w") == "my_orig_mod.w"  # only whole parts
+    assert canonical_fqn("") == ""
+
+
+def test_renaming_shows_in_the_decisions():
+    """torchtitan 3356: by a pattern of names, a renamed matrix went to AdamW without a word."""
+
+    def block(attribute):
+        module = nn.Module()
+        module.register_module(attribute, nn.Linear(128, 128, bias=False))
+        return module
+
+    def model(attribute):
+        root = nn.Module()
+        root.layers = nn.ModuleList([block(attribute)])
+        return root
+
+    assert muon_names(model("q_proj")) == ["layers.0.q_proj.weight"]
+    assert muon_names(model("wq")) == ["layers.0.wq.weight"]  # another name, still a matrix
+
+    renamed = model("q_proj")
+    linear = renamed.layers[0].q_proj
+    linear.register_parameter("kernel", linear.weight)
+    del linear.weight
+    decision = classify(renamed)["layers.0.q_proj.kernel"]
+    assert not decision.muon
+    assert decision.reason == "not the weight of a linear layer (Linear.kernel)"
+
+
+def test_a_shared_matrix_is_listed_once():
+    model = ToyModel(layers=2, dim=128, hidden=130)
+    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    decisions = classify(model)
+    assert list(decisions) == [name for name, _ in model.named_parameters()]
+    assert "layers.1.q_proj.weight" not in decisions and decisions["layers.0.q_proj.weight"].muon
+
+
+# ------------------------------------------------------------------ blocks
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        attn = nn.Module()
+        attn.heads = nn.ModuleList([nn.Linear(2, 2)])
+        block = nn.Module()
+        block.attn = attn
+        block.mlp = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
+        self.layers = nn.ModuleList([block, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+        self.stages = nn.ModuleDict({"0": nn.Linear(2, 2), "last": nn.Sequential(nn.Linear(2, 2))})
+        self.stack = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.inner = nn.Module()
+        self.inner.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.head = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "block"),
+    [
+        ("", None),
+        ("head", None),
+        ("layers", None),
+        ("inner", None),
+        ("layers.0", "layers.0"),
+        ("layers.0.attn", "layers.0"),
+        ("layers.0.attn.heads.0", "layers.0"),  # the outermost
+        ("layers.0.mlp.2", "layers.0"),
+        ("layers.1.0", "layers.1"),
+        ("stages.0", "stages.0"),
+        ("stages.last.0", "stages.last"),
+        ("stack.0", "stack.0"),
+        ("inner.layers.0", "inner.layers.0"),
+    ],
+)
+def test_block_of(module, block):
+    assert block_of(Nested(), module) == block
+
+
+def test_block_of_names_the_wrapper():
+    """The hook boundary is what the parent calls: the wrapper, by the name ``named_modules`` has for it."""
+    model = Nested()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    assert block_of(model, "layers.0._checkpoint_wrapped_module.attn") == "layers.0"
+    assert block_of(torch.compile(model), "_orig_mod.layers.0._checkpoint_wrapped_module") == "_orig_mod.layers.0"
+
+
+def nano_gpt(container):
+    """karpathy's layout: the blocks' ModuleList is itself an element of a ModuleDict."""
+    model = nn.Module()
+    block = nn.Module()
+    block.c_fc = nn.Linear(128, 256)
+    parts = {"wte": nn.Embedding(16, 128), "h": nn.ModuleList([block]), "ln_f": nn.LayerNorm(128)}
+    model.transformer = nn.ModuleDict(parts) if container is nn.ModuleDict else nn.ModuleList(parts.values())
+    model.lm_head = nn.Linear(128, 256)
+    return model
+
+
+@pytest.mark.parametrize(("container", "stack"), [(nn.ModuleDict, "transformer.h"), (nn.ModuleList, "transformer.1")])
+def test_a_bare_container_is_no_block(container, stack):
+    """ModuleList and ModuleDict have no forward, so a unit hooked there would never be entered."""
+    model = nano_gpt(container)
+    assert block_of(model, f"{stack}.0.c_fc") == f"{stack}.0"
+    assert block_of(model, f"{stack}.0") == f"{stack}.0"
+    assert muon_names(model) == [f"{stack}.0.c_fc.weight"]

@@ -1,0 +1,117 @@
+"""Runs of the real ``train.py`` for tests: a tiny corpus, a tiny model's worth of steps, and what the log said."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.pool import pool_of
+from torchtitan_dmuon.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_LINE = re.compile(r"step:\s+(\d+)  loss: ([\d.naif]+)  grad_norm: ([\d.naif]+)  lr: ([\d.e+-]+)")
+
+
+@dataclass
+class Run:
+    """The end of a run: exit codes by rank and what each rank wrote."""
+
+    codes: list[int]
+    outputs: list[str]
+    steps: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # loss, grad norm, lr of rank 0
+
+    @property
+    def output(self) -> str:
+        return self.outputs[0]
+
+
+def write_corpus(folder: Path, documents: int = 40) -> str:
+    """A few small text files with learnable content. Returns the glob."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(documents):
+        text = "".join(f"item {i} of list {index} is {(i * 7 + index) % 11};\n" for i in range(60))
+        (folder / f"{index:03d}.txt").write_text(text)
+    return str(folder / "*.txt")
+
+
+def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, trainer: type[Trainer]) -> None:
+    """In a pool worker: ``train.py``'s main with the environment torchrun would give it."""
+    import train
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
+        try:
+            code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments], trainer)
+        except BaseException:
+            traceback.print_exc()
+            code = -1
+    gc.enable()
+    faulthandler.register(signal.SIGUSR1)  # the pool's, which train.py has taken
+    Path(folder, f"{rank}.code").write_text(str(code))
+
+
+def train(
+    world: int, *arguments: str, timeout: float = 120, fresh: bool = False, trainer: type[Trainer] = Trainer
+) -> Run:
+    """``train.py`` on ``world`` ranks, in the pool's processes; ``%RANK%`` in an argument is the rank's number. With
+    ``fresh`` in processes that no run with a mesh of the same shape has used (DTensor's caches outlive its process
+    groups). ``trainer`` takes the Trainer's place."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        if fresh:
+            pool_of(world).stop()
+        kwargs = {"arguments": list(arguments), "port": port, "folder": folder, "trainer": trainer}
+        pool_of(world).run("tests.support.training", "_main", kwargs, timeout)
+        outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
+        run = Run([int(Path(folder, f"{rank}.code").read_text()) for rank in range(world)], outputs)
+    for match in _LINE.finditer(outputs[0]):
+        run.steps[int(match[1])] = (float(match[2]), float(match[3]), float(match[4]))
+    return run
+
+
+def start_torchrun(
+    world: int, *arguments: str, launcher: str = "torchtitan_dmuon.launch", **environment: str
+) -> subprocess.Popen:
+    """``train.py`` under our launcher, as ``run_train.sh`` starts it, or under plain ``torch.distributed.run``."""
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(world)]
+    return subprocess.Popen(
+        [*command, "train.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def tiny(folder: Path, **overrides: object) -> list[str]:
+    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``."""
+    keys = {
+        "job.config_file": "train_configs/debug_model.toml",
+        "job.dump_folder": str(folder / "out"),
+        "training.dataset": "text",
+        "training.dataset_path": str(folder / "corpus" / "*.txt"),
+        "training.seq_len": "32",
+        "training.local_batch_size": "2",
+        "training.steps": "4",
+        "lr_scheduler.warmup_steps": "2",
+        "metrics.log_freq": "1",
+        "checkpoint.interval": "2",
+    }
+    keys |= {key.replace("__", "."): str(value) for key, value in overrides.items()}
+    return [part for key, value in keys.items() for part in (f"--{key}", value)]

@@ -1,0 +1,1 @@
+"""What no weight needs on its way: reports and QK-clip."""

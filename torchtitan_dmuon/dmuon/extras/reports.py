@@ -1,0 +1,172 @@
+"""What was decided, as plain data and as a table: owners, parameter groups, and what travels in a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..optimizer.muon import Muon
+from ..ownership.classify import canonical_fqn
+from ..runtime.handle import runtime_of
+from ..runtime.param import DedicatedParam
+from ..transport.grid import LANES
+
+_FSDP2 = "adamw (FSDP2)"
+
+
+@dataclass(frozen=True)
+class OwnershipRow:
+    """One line of the ownership table. ``owners`` are global ranks: several for an expert stack, all for shared rows,
+    none for a parameter that is not dedicated."""
+
+    name: str
+    shape: tuple[int, ...]
+    route: str
+    owners: tuple[int, ...]
+    unit: str | None
+    reason: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def ownership_table(model: nn.Module) -> list[OwnershipRow]:
+    """Every parameter of ``model``, dedicated or not, in ``named_parameters`` order. The same on every rank."""
+    runtime = runtime_of(model)
+    dedicated = {dp.fqn: (dp, unit.name) for unit in runtime.units for dp in unit.params}
+    rows = []
+    for name, param in model.named_parameters():
+        fqn = canonical_fqn(name)
+        if fqn in dedicated:
+            dp, unit = dedicated[fqn]
+            shared = dp.spec.route == "sharded_adamw"
+            owners = tuple(sorted(runtime.grid.ranks if shared else {piece.owner_rank for piece in dp.pieces}))
+            rows.append(OwnershipRow(fqn, dp.shape, _route(dp), owners, unit or "<root>", _why(dp)))
+        else:
+            route = _FSDP2 if param.requires_grad else "frozen"
+            rows.append(OwnershipRow(fqn, tuple(param.shape), route, (), None, runtime.skipped[fqn]))
+    return rows
+
+
+def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -> str:
+    """A text table; with ``limit`` at most so many rows are shown, the last two among them if there is room, and the
+    ones left out are counted."""
+    shown, tail = rows, 0
+    if limit is not None and len(rows) > limit:
+        tail = 2 if limit > 2 else 0
+        shown = [*rows[: limit - tail], *rows[len(rows) - tail :]]
+    cells = [("parameter", "shape", "route", "owner", "why")]
+    cells += [
+        (
+            row.name,
+            "x".join(map(str, row.shape)),
+            row.route,
+            _told(row.owners),
+            row.reason,
+        )
+        for row in shown
+    ]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
+    if len(shown) < len(rows):
+        lines.insert(len(lines) - tail, f"... {len(rows) - len(shown)} more")
+    return "\n".join(lines)
+
+
+def _route(dp: DedicatedParam) -> str:
+    return dp.spec.route if dp.spec.trainable else "frozen"
+
+
+def _why(dp: DedicatedParam) -> str:
+    """The reason, and how Newton-Schulz sees the weight where that is not as one matrix."""
+    blocks, notes = dp.spec.blocks, [dp.spec.reason]
+    if dp.spec.route == "muon" and blocks is not None:
+        sizes = list(dict.fromkeys(map(len, blocks.blocks)))
+        of = f" of {sizes[0]}" if len(sizes) == 1 else f" {'+'.join(str(len(block)) for block in blocks.blocks)}"
+        notes.append(f"{len(blocks.blocks)} blocks{of} {'columns' if blocks.dim else 'rows'}")
+    if dp.spec.route == "muon" and dp.spec.transposed:
+        notes.append("stored [in, out]")
+    return "; ".join(note for note in notes if note)
+
+
+def _told(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return "-"
+    return str(owners[0]) if len(owners) == 1 else f"{len(owners)} ranks"
+
+
+def summarize_param_groups(optimizer: Muon) -> list[dict[str, Any]]:
+    """One dictionary a group, JSON-able and the same on every rank: ``group_name``, ``num_params``, ``num_elements``
+    (of whole parameters, however they are sharded), ``routes`` (route -> number of parameters) and, as they are now,
+    the group's hyperparameters by their own names."""
+    dedicated = {dp.param: dp for dp in optimizer.runtime.params}
+    summaries = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        routes = Counter(_route(dedicated[param]) if param in dedicated else _FSDP2 for param in params)
+        hyperparameters = {name: _plain(group[name]) for name in group if name not in ("params", "group_name")}
+        summaries.append(
+            {
+                "group_name": group["group_name"],
+                "num_params": len(params),
+                "num_elements": sum(dedicated[p].numel if p in dedicated else p.numel() for p in params),
+                "routes": dict(routes),
+                **hyperparameters,
+            }
+        )
+    return summaries
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
+    """What this rank communicates in one step (a forward, a backward, an optimizer step; every unit is called once),
+    and how even the owners' loads are. JSON-able; not collective. Only dedicated parameters count.
+
+    Returns:
+        ``mode``: ``z2`` or ``z3``.
+        ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
+        ``lanes``: for each of ``mesh.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
+            ``collectives`` (over NCCL those of one unit are sent as one), ``payload_bytes`` (the buffers handed to
+            them) and ``sent_bytes_per_rank`` (what leaves a rank, on average over the group; of the exchanges between
+            tensor-parallel columns, what leaves this one).
+            Ranks of one shard group agree on ``unshard`` and ``reduce``. The later stages carry only what this rank
+            is the source or the owner of, so they differ from rank to rank.
+        ``owner_load``: ``max``, ``mean`` and ``max_over_mean`` over all owners, of optimizer ``flops`` per step and of
+            ``bytes`` of master weights. Rows that every rank shares (``sharded_adamw``) are even and not in it.
+    """
+    runtime = runtime_of(model)
+    schedule, lanes = runtime.schedule, runtime.lanes
+    plan: dict[str, dict[str, Any]] = {}
+    for name in LANES:
+        lane = vars(lanes)[name]
+        ranks = 1 if lane is None else lane.size
+        plan[name] = {"ranks": ranks, "collectives": 0, "payload_bytes": 0, "sent_bytes_per_rank": 0.0}
+    for unit in runtime.units:
+        for transfer in (transfer for pack in unit.packs for transfer in pack.transfers(lanes)):
+            times = schedule.unshards_per_step(unit) if transfer.lane == "unshard" else 1
+            total = plan[transfer.lane]
+            total["collectives"] += times
+            total["payload_bytes"] += times * transfer.payload_bytes
+            total["sent_bytes_per_rank"] += times * transfer.sent_bytes
+    assignment = runtime.assignment
+    return {
+        "mode": "z2" if schedule.keep_unsharded else "z3",
+        "mesh": dict(zip(("replicate", "shard", "tp"), runtime.grid.shape, strict=True)),
+        "lanes": plan,
+        "owner_load": {"flops": _load(assignment.flops), "bytes": _load(assignment.bytes)},
+    }
+
+
+def _load(values: Sequence[int]) -> dict[str, float]:
+    mean = sum(values) / len(values)
+    return {"max": max(values), "mean": mean, "max_over_mean": max(values) / mean if mean else 1.0}

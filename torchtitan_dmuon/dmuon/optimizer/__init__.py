@@ -1,0 +1,1 @@
+"""Muon on the matrices a rank owns, AdamW on the rest."""

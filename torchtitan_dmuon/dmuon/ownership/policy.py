@@ -1,0 +1,255 @@
+"""Which route and which dtypes each dedicated parameter gets.
+
+Pure functions of names, shapes and the user's rules: nothing here touches a device, a process group or a module.
+The rules come in two forms: ``param_policy`` (defaults plus ordered overrides) and ``route_hint_fn`` (route only).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import BlockSplit
+from .fused_weights import MatrixLayout
+
+# muon: an owner runs Muon. adamw: an owner runs AdamW. sharded_adamw: every rank runs AdamW on its rows.
+ROUTES = ("muon", "adamw", "sharded_adamw")
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Everything decided about one dedicated parameter before any storage is made.
+
+    Attributes:
+        fqn: name in the model, wrapper prefixes (activation checkpointing, compile) removed.
+        shape: global shape.
+        route: one of ``ROUTES``.
+        trainable: ``requires_grad`` when it was dedicated; a frozen parameter is broadcast but never reduced.
+        param_dtype: dtype of the weight in forward and backward.
+        grad_dtype: dtype in which gradients are accumulated and reduced.
+        master_dtype: dtype of the owner's weight.
+        optim_dtype: dtype of the owner's optimizer state.
+        output_dtype: floating outputs of the hook boundary are cast to it; ``None`` leaves them.
+        cast_forward_inputs: cast floating inputs of the boundary to ``param_dtype``; ``None`` means only when a
+            ``param_dtype`` was declared and the whole boundary shares it.
+        reason: why the parameter is dedicated, for the ownership table.
+        declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
+        transposed: its matrices are stored [in, out] instead of [out, in], which some scales and NorMuon look at.
+        blocks: the matrices of a fused weight, each orthogonalised by itself; ``None`` for one. A rule may also give
+            a function of the shape, as ``split_heads(128)``.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    route: str
+    trainable: bool
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    optim_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool | None = None
+    reason: str = ""
+    declares_param_dtype: bool = False
+    transposed: bool = False
+    blocks: BlockSplit | None = None
+
+
+SETTABLE = (
+    "route",
+    "param_dtype",
+    "grad_dtype",
+    "master_dtype",
+    "optim_dtype",
+    "output_dtype",
+    "cast_forward_inputs",
+    "transposed",
+    "blocks",
+)
+_DTYPE_KEYS = tuple(key for key in SETTABLE if key.endswith("_dtype"))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` or an empty string, to end an error message with."""
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """``re:...`` is a regular expression searched in the name; a pattern with ``*?[`` is a glob over the whole
+    name; anything else is a substring."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], fqn) is not None
+    if any(char in pattern for char in "*?["):
+        return fnmatch.fnmatchcase(fqn, pattern)
+    return pattern in fqn
+
+
+def resolve_specs(
+    selected: Mapping[str, nn.Parameter],
+    reasons: Mapping[str, str],
+    param_policy: Mapping[str, Any] | None = None,
+    route_hint_fn: Callable[[str, nn.Parameter], str | None] | None = None,
+    layouts: Mapping[str, MatrixLayout] | None = None,
+) -> dict[str, ParamSpec]:
+    """Apply the rules to the selected parameters.
+
+    Precedence, field by field: built-in default < ``param_policy["defaults"]`` < ``route_hint_fn`` < overrides in
+    their order (the last match wins).
+
+    ``layouts`` are the table's, by name (``fused.py``).
+
+    Raises:
+        ValueError: an unknown key, route or dtype; blocks that do not fit; an override that matches none of the
+            selected parameters; a parameter on the ``muon`` route that is neither a matrix nor a stack of them, or a
+            scalar on ``sharded_adamw``; a dtype the runtime cannot reduce in.
+    """
+    defaults, overrides = _parse(param_policy)
+    specs: dict[str, ParamSpec] = {}
+    layouts = layouts or {}
+    for fqn, param in selected.items():
+        layout = layouts.get(fqn, MatrixLayout())
+        spec = ParamSpec(
+            fqn=fqn,
+            shape=tuple(param.shape),
+            route="muon",
+            trainable=param.requires_grad,
+            param_dtype=param.dtype,
+            reason=reasons.get(fqn, ""),
+            transposed=layout.transposed,
+            blocks=layout.blocks,
+        )
+        spec = replace(spec, **defaults)
+        if route_hint_fn is not None and (hint := route_hint_fn(fqn, param)) is not None:
+            spec = replace(spec, route=_check("route", hint, f"route_hint_fn({fqn!r})"))
+        specs[fqn] = spec
+    for position, (patterns, values) in enumerate(overrides):
+        for pattern in patterns:
+            hits = [fqn for fqn in specs if matches(pattern, fqn)]
+            if not hits:
+                raise ValueError(
+                    f"param_policy overrides[{position}]: {pattern!r} matches none of the {len(specs)} selected "
+                    f"parameters{nearest(pattern, specs)}"
+                )
+            for fqn in hits:
+                specs[fqn] = replace(specs[fqn], **values)
+    specs = {fqn: _resolve_blocks(spec) for fqn, spec in specs.items()}
+    for spec in specs.values():
+        _validate(spec)
+    return specs
+
+
+def _resolve_blocks(spec: ParamSpec) -> ParamSpec:
+    """A rule's function becomes a split, which must cut the matrix exactly. Off the muon route, where a group may still
+    force a parameter onto it, what does not fit is left out."""
+    if spec.blocks is None or len(spec.shape) not in (2, 3):
+        return replace(spec, blocks=None)
+    try:
+        blocks = spec.blocks(spec.shape) if callable(spec.blocks) else spec.blocks
+        blocks.check(spec.shape)
+    except ValueError as error:
+        if spec.route == "muon":
+            raise ValueError(f"{spec.fqn}: {error}") from None
+        return replace(spec, blocks=None)
+    return replace(spec, blocks=blocks if len(blocks.blocks) > 1 else None)
+
+
+def _parse(policy: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[tuple[list[str], dict[str, Any]]]]:
+    policy = policy or {}
+    for key in policy:
+        if key not in ("defaults", "overrides"):
+            raise ValueError(f"param_policy: unknown key {key!r}{nearest(key, ('defaults', 'overrides'))}")
+    defaults = _fields(policy.get("defaults", {}), "param_policy defaults")
+    overrides = []
+    for position, rule in enumerate(policy.get("overrides", ())):
+        where = f"param_policy overrides[{position}]"
+        if set(rule) != {"name", "set"}:
+            raise ValueError(f"{where}: needs exactly the keys 'name' and 'set', got {sorted(rule)}")
+        names = [rule["name"]] if isinstance(rule["name"], str) else list(rule["name"])
+        if not names:
+            raise ValueError(f"{where}: 'name' is empty, so the rule matches nothing")
+        overrides.append((names, _fields(rule["set"], where)))
+    return defaults, overrides
+
+
+def _fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    checked = {key: _check(key, value, where) for key, value in values.items()}
+    return checked | ({"declares_param_dtype": True} if "param_dtype" in checked else {})
+
+
+def _check(key: str, value: Any, where: str) -> Any:
+    if key not in SETTABLE:
+        raise ValueError(f"{where}: unknown key {key!r}{nearest(key, SETTABLE)}; known: {', '.join(SETTABLE)}")
+    if key == "route" and value not in ROUTES:
+        raise ValueError(f"{where}: unknown route {value!r}{nearest(value, ROUTES)}; known: {', '.join(ROUTES)}")
+    may_be_none = key == "output_dtype" and value is None
+    if key in _DTYPE_KEYS and not may_be_none and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ValueError(f"{where}: {key} must be a floating torch.dtype, got {value!r}")
+    if key in ("cast_forward_inputs", "transposed") and not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} must be True or False, got {value!r}")
+    if key == "blocks" and not (value is None or callable(value) or isinstance(value, BlockSplit)):
+        raise ValueError(
+            f"{where}: blocks must be a split (dmuon.split_sizes, split_equal, split_heads, split_interleaved), a "
+            f"function of the shape, or None, got {value!r}"
+        )
+    return value
+
+
+def _validate(spec: ParamSpec) -> None:
+    if spec.route == "muon" and len(spec.shape) not in (2, 3):
+        raise ValueError(
+            f"{spec.fqn}: the muon route needs a matrix or a stack of matrices, this parameter has shape "
+            f"{list(spec.shape)}; leave it out of the predicate or give it another route"
+        )
+    if spec.route == "sharded_adamw" and not spec.shape:
+        raise ValueError(f"{spec.fqn}: the sharded_adamw route needs rows to share, this parameter is a scalar")
+    check_state_dtype(spec)
+    if spec.grad_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(
+            f"{spec.fqn}: grad_dtype {spec.grad_dtype} overflows in a sum over ranks; use torch.float32 or "
+            "torch.bfloat16"
+        )
+
+
+def check_state_dtype(spec: ParamSpec) -> None:
+    """Raises ValueError for an AdamW state in another dtype than the weight, which no fused AdamW takes."""
+    if spec.route != "muon" and spec.trainable and spec.optim_dtype != spec.master_dtype:
+        raise ValueError(
+            f"{spec.fqn}: on route {spec.route!r} optim_dtype ({spec.optim_dtype}) must be master_dtype "
+            f"({spec.master_dtype})"
+        )
+
+
+def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The (input, output) cast dtypes of one hook boundary; ``None`` means no cast.
+
+    Raises:
+        ValueError: its parameters disagree on what the boundary as a whole has to do.
+    """
+    specs = list(specs)
+    _one_value(name, "grad_dtype", [spec for spec in specs if spec.trainable])
+    output_dtype = _one_value(name, "output_dtype", specs)
+    cast = _one_value(name, "cast_forward_inputs", specs)
+    if cast is None:
+        dtypes = {spec.param_dtype if spec.declares_param_dtype else None for spec in specs}
+        return (dtypes.pop() if len(dtypes) == 1 else None), output_dtype
+    advice = "; give the boundary one param_dtype or set cast_forward_inputs to False"
+    input_dtype = _one_value(name, "param_dtype", specs, "cast_forward_inputs with ", advice) if cast else None
+    return input_dtype, output_dtype
+
+
+def _one_value(
+    name: str, field: str, specs: list[ParamSpec], prefix: str = "", advice: str = "; give it one value"
+) -> Any:
+    seen = {vars(spec)[field]: spec.fqn for spec in specs}
+    if len(seen) > 1:
+        told = ", ".join(f"{fqn}: {value}" for value, fqn in seen.items())
+        raise ValueError(f"hook boundary {name or '<root>'!r}: {prefix}conflicting {field} ({told}){advice}")
+    return next(iter(seen), None)

@@ -1,0 +1,1 @@
+"""The life of one weight: unsharded, read, its gradient reduced to the owner, updated, published."""

@@ -1,0 +1,1 @@
+"""Weights and optimizer state as tensors by name, for checkpoints."""
