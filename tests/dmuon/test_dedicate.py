@@ -133,9 +133,9 @@ def test_frozen_parameters(rank, world):
     train_one_process(oracle, OracleMuon(oracle, is_proj, weight_decay=0.3), 3, world)
     assert_same(weights, weights_of(oracle))
     assert torch.equal(weights["layers.1.up_proj.weight"], initial["layers.1.up_proj.weight"])
-    packs = [pack for unit in model._dmuon_runtime.units for pack in unit.packs]
-    assert sum(len(pack.trainable) for pack in packs) == 4  # up and down of layers 0 and 2
-    assert packs[1].grad_bytes == 0
+    units = model._dmuon_runtime.units
+    assert sum(len(unit.trainable) for unit in units) == 4  # up and down of layers 0 and 2
+    assert units[1].pack.gradients.size == 0
     saved = [None] * world
     dist.all_gather_object(saved, sorted(dmuon.get_model_state_dict(model)))
     assert "layers.1.up_proj.weight" in {name for names in saved for name in names}
@@ -366,11 +366,11 @@ def test_collectives_of_a_step(rank, world):
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
-        packs = [pack for unit in model._dmuon_runtime.units for pack in unit.packs]
+        packs = [unit.pack for unit in model._dmuon_runtime.units]
+        sizes = [sum(end - begin for (begin, end), _ in pack.weight_segments) for pack in packs]
         # The last unit stays from forward to backward.
-        once = sum(pack.weight_bytes for pack in packs)
-        assert counted["broadcast"] == broadcasts * once - (broadcasts - 1) * packs[-1].weight_bytes
-        assert counted["reduce"] == sum(pack.grad_bytes for pack in packs)
+        assert counted["broadcast"] == broadcasts * sum(sizes) - (broadcasts - 1) * sizes[-1]
+        assert counted["reduce"] == sum(pack.gradients.size * pack.grad_itemsize for pack in packs)
 
 
 @distributed(world=2)

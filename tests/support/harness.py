@@ -151,10 +151,6 @@ def _gather(model, values):
     held = []
     for piece, tensor in values.items():
         offset = [piece.start] + [0] * (tensor.ndim - 1)
-        dp = piece.dp
-        if piece.spec.route == "sharded_adamw" and dp.tp_dim is not None:
-            step = -(-dp.shape[dp.tp_dim] // dp.tp_columns)
-            offset[dp.tp_dim] += min(dp.tp_column * step, dp.shape[dp.tp_dim])
         held.append((piece.fqn, offset[: tensor.ndim], tensor))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, held)

@@ -1,11 +1,11 @@
-"""``dedicate_params``: decides, checks, builds and attaches everything."""
+"""``dedicate_params``: check, decide, lay out, assign, build, take over."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .kernels.accumulate import add, copy
 from .kernels.newton_schulz import newton_schulz_flops
-from .ownership.assignment import Assignment, MatrixCost, assign
+from .ownership.assignment import Assignment, assign
 from .ownership.boundaries import hook_boundaries
 from .ownership.classify import canonical_fqn, classify
 from .ownership.fused_weights import matrix_layouts
 from .ownership.policy import ParamSpec, boundary_dtypes, resolve_specs
+from .ownership.runs import Run, cost_of, runs_of
 from .runtime.handle import RUNTIME_ATTRIBUTE, Runtime, refuse_copy
 from .runtime.hooks import register_hooks
-from .runtime.pack import OwnedPack
-from .runtime.param import DedicatedParam, Piece
-from .runtime.rows import RowPack
+from .runtime.param import DedicatedParam
 from .runtime.schedule import UnitSchedule
-from .runtime.unit import Pack, Unit
+from .runtime.unit import Unit
 from .transport import torch_private
 from .transport.grid import GROUP_POLICIES, Grid, Lanes, build_grid, build_lanes
 from .transport.tensor_parallel import sharded_dim
@@ -36,6 +36,27 @@ logger = logging.getLogger(__name__)
 MODES = ("z2", "z3")
 
 Predicate = Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """All that is decided about the selected parameters before ranks come in; by canonical name.
+
+    Attributes:
+        params, specs: in model order.
+        tp_mesh, tp_dims: the tensor-parallel mesh, and the dimension it shards of each parameter.
+        boundaries: name of the module at which each parameter's unit is hooked.
+        casts: (input, output) dtypes by boundary, in the order in which boundaries are registered.
+        skipped: why each other parameter is not dedicated.
+    """
+
+    params: dict[str, nn.Parameter]
+    specs: dict[str, ParamSpec]
+    tp_mesh: DeviceMesh | None
+    tp_dims: dict[str, int | None]
+    boundaries: dict[str, str]
+    casts: dict[str, tuple[torch.dtype | None, torch.dtype | None]]
+    skipped: dict[str, str]
 
 
 def dedicate_params(
@@ -68,8 +89,8 @@ def dedicate_params(
         tp_mesh: 1-D, the mesh of the DTensors among the parameters; found from them when it is not given. The owner
             holds the whole matrix.
         predicate: ``(name, parameter) -> bool``; names have no wrapper prefixes. ``None``: the weights of linear
-            layers inside repeated blocks (``classify.py``).
-        param_policy, route_hint_fn: see ``policy.py``.
+            layers inside repeated blocks (``ownership/classify.py``).
+        param_policy, route_hint_fn: see ``ownership/policy.py``.
         mode: ``z3`` frees unsharded weights after use and broadcasts them again for backward; ``z2`` keeps them
             until the optimizer changes them.
         prefetch: number of units whose broadcasts are launched ahead.
@@ -79,7 +100,7 @@ def dedicate_params(
         hook_boundary_predicate: ``(module name, module) -> bool``: the nearest enclosing module that it accepts is
             where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
         strict_hook_boundary: a parameter without an accepted enclosing module is an error; else the root is used.
-        reasons: what the ownership table says of why each parameter is or is not selected, by name.
+        reasons: why each parameter is or is not selected, by name, for the ownership table.
 
     Returns:
         The assignment, the same on every rank.
@@ -89,45 +110,27 @@ def dedicate_params(
         ValueError: the predicate selects nothing, a policy rule is wrong, or ``mesh`` does not fit. All checks come
             before the first collective.
     """
-    _check_order(model)
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
-    if prefetch < 0:
-        raise ValueError(f"prefetch must be at least 0, got {prefetch}")
-    if process_group_policy not in GROUP_POLICIES:
-        raise ValueError(f"process_group_policy must be one of {GROUP_POLICIES}, got {process_group_policy!r}")
+    _check(model, mode, prefetch, process_group_policy)
     selected, why, skipped = _select(model, predicate, reasons or {})
-    tp_mesh = tp_mesh if tp_mesh is not None else _tp_mesh_of(selected)
-    tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
-    specs = resolve_specs(selected, why, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = hook_boundaries(model, selected, hook_boundary_predicate, strict_hook_boundary)
-    casts = {
-        boundary: boundary_dtypes(boundary, [specs[fqn] for fqn in specs if boundaries[fqn] == boundary])
-        for boundary in dict.fromkeys(boundaries.values())
-    }
-    grid = build_grid(mesh, replicate_mesh, tp_mesh)
-    parts = {fqn: _parts(spec, tp_dims[fqn], grid.num_slots) for fqn, spec in specs.items()}
-    costs = [_cost(specs[fqn], boundaries[fqn], start, stop) for fqn, ranges in parts.items() for start, stop in ranges]
+    decided = _decide(
+        model, selected, why, skipped, tp_mesh, param_policy, route_hint_fn, hook_boundary_predicate,
+        strict_hook_boundary,
+    )  # fmt: skip
+    grid = build_grid(mesh, replicate_mesh, decided.tp_mesh)
+    runs = {fqn: runs_of(spec, decided.tp_dims[fqn], grid.shape) for fqn, spec in decided.specs.items()}
+    costs = [
+        cost_of(decided.specs[fqn], decided.boundaries[fqn], run, newton_schulz_flops)
+        for fqn in runs for run in runs[fqn] if run.slot is None
+    ]  # fmt: skip
     assignment = assign(costs, grid.num_slots)
-
-    lanes = build_lanes(mesh, replicate_mesh, tp_mesh, grid, process_group_policy)
-    torch_private.teach_fully_shard_to_skip_dedicated()
-    params = {fqn: DedicatedParam(fqn, param, specs[fqn], tp_dims[fqn], grid) for fqn, param in selected.items()}
-    for fqn, ranges in parts.items():
-        for start, stop in ranges:
-            owner = assignment.owner[_part_name(specs[fqn], start, stop)]
-            rank = grid.ranks[owner]
-            params[fqn].pieces.append(Piece(params[fqn], start, stop, owner, rank, owner == grid.slot))
-    runtime = _build(
-        model, params, boundaries, casts, assignment, grid, lanes, mode, prefetch, skipped, replicate_async
-    )
-    vars(model)[RUNTIME_ATTRIBUTE] = runtime
-    torch_private.guard_apply(model, lambda: runtime.may_move)
-    model.register_state_dict_pre_hook(_refuse_state_dict)
-    for module in model.modules():
-        if any(map(torch_private.is_dedicated, module.parameters())):
-            vars(module)["__deepcopy__"] = functools.partial(refuse_copy, type(module).__name__)
-    vars(model)["zero_grad"] = functools.partial(_zero_grad, model, runtime)
+    params = {fqn: _build_param(fqn, decided, runs[fqn], assignment, grid) for fqn in decided.params}
+    lanes = build_lanes(mesh, replicate_mesh, decided.tp_mesh, grid, process_group_policy)
+    units = _build_units(model, decided, params, grid, lanes)
+    schedule = UnitSchedule(units, lanes, mode == "z2", prefetch, divide_factor=float(grid.shape[0] * grid.shape[1]))
+    runtime = Runtime(model, units, lanes, grid, assignment, schedule, decided.skipped, replicate_async)
+    _take_over(runtime)
+    register_hooks(model, schedule)
+    _attach(model, runtime)
     loads = ", ".join(f"{load:.3f}" for load in assignment.loads)
     logger.info(
         "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=[%s]",
@@ -136,7 +139,16 @@ def dedicate_params(
     return assignment
 
 
-def _check_order(model: nn.Module) -> None:
+# -------------------------------------------------------------------- check and decide: no rank, no device
+
+
+def _check(model: nn.Module, mode: str, prefetch: int, process_group_policy: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    if prefetch < 0:
+        raise ValueError(f"prefetch must be at least 0, got {prefetch}")
+    if process_group_policy not in GROUP_POLICIES:
+        raise ValueError(f"process_group_policy must be one of {GROUP_POLICIES}, got {process_group_policy!r}")
     for name, module in model.named_modules():
         if RUNTIME_ATTRIBUTE in vars(module):
             raise RuntimeError(f"dedicate_params was already called on {name or 'this model'}; call it once")
@@ -170,123 +182,111 @@ def _select(
     return selected, reasons, {name: reason for name, reason in reasons.items() if name not in selected}
 
 
-def _tp_mesh_of(selected: Mapping[str, nn.Parameter]) -> DeviceMesh | None:
-    """The mesh of the first DTensor; the others are checked against it."""
-    return next((param.device_mesh for param in selected.values() if isinstance(param, DTensor)), None)
-
-
-def _parts(spec: ParamSpec, tp_dim: int | None, num_slots: int) -> list[tuple[int, int]]:
-    """The ranges of the first dimension that get an owner each: all of it, or even runs of experts; none when every
-    rank shares the rows.
-
-    Raises:
-        ValueError: a stack whose experts tensor parallelism splits.
-    """
-    if spec.route == "sharded_adamw":
-        return []
-    if spec.route == "muon" and len(spec.shape) == 3:
-        experts = spec.shape[0]
-        if tp_dim == 0:
-            raise ValueError(f"{spec.fqn}: tensor parallelism splits the experts themselves; shard another dimension")
-        runs = min(experts, num_slots)
-        return [(experts * run // runs, experts * (run + 1) // runs) for run in range(runs)]
-    return [(0, spec.shape[0] if spec.shape else 1)]
-
-
-def _part_name(spec: ParamSpec, start: int, stop: int) -> str:
-    whole = not spec.shape or (start, stop) == (0, spec.shape[0])
-    return spec.fqn if whole else f"{spec.fqn}[{start}:{stop}]"
-
-
-def _cost(spec: ParamSpec, unit: str, start: int, stop: int) -> MatrixCost:
-    """What owning one part costs. AdamW's cost is one of memory only."""
-    elements = math.prod((stop - start, *spec.shape[1:]))
-    flops = 0
-    if spec.route == "muon" and spec.trainable:
-        shapes = [spec.shape[-2:]]
-        if spec.blocks is not None:
-            shapes = [spec.blocks.shape_of(block, spec.shape) for block in spec.blocks.blocks]
-        flops = sum(newton_schulz_flops(*shape) for shape in shapes) * (stop - start if len(spec.shape) == 3 else 1)
-    return MatrixCost(_part_name(spec, start, stop), unit, flops, elements * spec.master_dtype.itemsize)
-
-
-def _build(
+def _decide(
     model: nn.Module,
-    params: Mapping[str, DedicatedParam],
-    boundaries: Mapping[str, str],
-    casts: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]],
-    assignment: Assignment,
-    grid: Grid,
-    lanes: Lanes,
-    mode: str,
-    prefetch: int,
+    selected: dict[str, nn.Parameter],
+    why: Mapping[str, str],
     skipped: dict[str, str],
-    replicate_async: bool,
-) -> Runtime:
-    modules = dict(model.named_modules())
-    names = [name for name in modules if name in casts]  # registration order: the forward order
-    runtime: Runtime | None = None
-
-    def divide_factor() -> float:
-        return runtime.divide_factor
-
-    units = []
-    for name in names:
-        inside = [dp for fqn, dp in params.items() if boundaries[fqn] == name]
-        owned = [dp for dp in inside if dp.spec.route != "sharded_adamw"]
-        packs: list[Pack] = [OwnedPack(owned, grid, divide_factor)] if owned else []
-        packs += [RowPack(dp, grid, divide_factor) for dp in inside if dp.spec.route == "sharded_adamw"]
-        inner = set(modules[name].modules())  # by identity: a module inside may have its first name elsewhere
-        pinned = not name or any(other != name and modules[other] in inner for other in names)
-        units.append(Unit(canonical_fqn(name), modules[name], packs, lanes, pinned, *casts[name]))
-    schedule = UnitSchedule(units, lanes, keep_unsharded=mode == "z2", prefetch=prefetch)
-    runtime = Runtime(model, units, lanes, grid, assignment, schedule, skipped, replicate_async)
-    materialised = [dp.fqn for dp in params.values() if not dp.param.is_meta]
-    if materialised and len(materialised) < len(params):
+    tp_mesh: DeviceMesh | None,
+    param_policy: Mapping[str, Any] | None,
+    route_hint_fn: Callable[[str, nn.Parameter], str | None] | None,
+    accept_boundary: Callable[[str, nn.Module], bool] | None,
+    strict_boundary: bool,
+) -> Decisions:
+    on_meta = [fqn for fqn, param in selected.items() if param.is_meta]
+    if on_meta and len(on_meta) < len(selected):
         raise ValueError(
-            f"some selected parameters are on meta and some, as {materialised[0]}, are not: build all alike"
+            f"some selected parameters, as {on_meta[0]}, are on meta and some are not: build all of them alike"
         )
-    for unit in units:
-        for pack in unit.packs:
-            _take_over(pack, bool(materialised))
-    register_hooks(model, schedule)
-    if materialised:
-        runtime.materialised = True
-        runtime.publish()
-    return runtime
+    if tp_mesh is None:  # that of the first DTensor; the others are checked against it
+        tp_mesh = next((param.device_mesh for param in selected.values() if isinstance(param, DTensor)), None)
+    tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
+    specs = resolve_specs(selected, why, param_policy, route_hint_fn, matrix_layouts(model))
+    boundaries = hook_boundaries(model, selected, accept_boundary, strict_boundary)
+    used = set(boundaries.values())
+    casts = {
+        name: boundary_dtypes(name, [specs[fqn] for fqn in specs if boundaries[fqn] == name])
+        for name, _ in model.named_modules()
+        if name in used
+    }
+    return Decisions(selected, specs, tp_mesh, tp_dims, boundaries, casts, skipped)
+
+
+# -------------------------------------------------------------------- build and take over
+
+
+def _build_param(fqn: str, decided: Decisions, runs: list[Run], assignment: Assignment, grid: Grid) -> DedicatedParam:
+    spec = decided.specs[fqn]
+    slots = [assignment.owner[run.name_in(spec)] if run.slot is None else run.slot for run in runs]
+    owned = [(run.start, run.stop, slot) for run, slot in zip(runs, slots, strict=True)]
+    return DedicatedParam(fqn, decided.params[fqn], spec, decided.tp_dims[fqn], grid, owned)
+
+
+def _build_units(
+    model: nn.Module, decided: Decisions, params: Mapping[str, DedicatedParam], grid: Grid, lanes: Lanes
+) -> list[Unit]:
+    """One unit for each boundary, in registration order, which is the forward order."""
+    modules = dict(model.named_modules())
+    units = []
+    for name, casts in decided.casts.items():
+        inside = [dp for fqn, dp in params.items() if decided.boundaries[fqn] == name]
+        inner = set(modules[name].modules())  # by identity: a module inside may have its first name elsewhere
+        pinned = not name or any(other != name and modules[other] in inner for other in decided.casts)
+        units.append(Unit(canonical_fqn(name), modules[name], inside, grid, lanes, pinned, casts, copy, add))
+    return units
 
 
 @torch.no_grad()
-def _take_over(pack: Pack, materialised: bool) -> None:
-    """Move the weights of one pack from the model's parameters into the owners' masters. Collective under tensor
-    parallelism, where no rank has the whole matrix."""
-    if materialised:
-        pack.allocate_masters()
-        for dp in pack.params:
-            full = dp.param.full_tensor() if dp.tp_dim is not None else torch_private.local_tensor(dp.param)
-            for piece in dp.pieces:
-                if piece.is_owned:
-                    weight = torch_private.local_tensor(dp.param) if dp.spec.route == "sharded_adamw" else full
-                    piece.master.copy_(weight if piece.is_whole else weight[piece.start : piece.stop])
-    for dp, view in zip(pack.params, pack.views, strict=True):
-        dp.param.grad = None  # as fully_shard does: it belongs to a parameter that is no more
-        # .data, lest what fills the buffer counted as a change of the parameter between forward and backward.
-        shown: torch.Tensor = view.data
-        if isinstance(dp.param, DTensor):
-            # A DTensor takes the storage offset of the tensor it is made of, once: torch.compile (before 2.14) fails
-            # where that is not the offset of what it holds.
-            strides = torch.empty(dp.shape, device="meta").stride()
-            mesh, placements = dp.param.device_mesh, dp.param.placements
-            shown = DTensor.from_local(shown, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
-        if dp.param.is_meta or isinstance(dp.param, DTensor):
-            # Unlike .data, this can change meta into a real device, and the Parameter stays the same object.
-            torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
-        vars(dp.param)[torch_private.OWNER_MARKER] = dp.owner_rank
-    pack.conceal()
+def _take_over(runtime: Runtime) -> None:
+    """Move the weights from the model's parameters into the owners' masters. Collective under tensor parallelism, where
+    no rank has a whole matrix."""
+    runtime.materialised = not any(dp.param.is_meta for dp in runtime.params)
+    for unit in runtime.units:
+        if runtime.materialised:
+            unit.allocate_masters()
+            for dp in unit.params:
+                whole = dp.param.full_tensor() if dp.tp_dim is not None else torch_private.local_tensor(dp.param)
+                for piece in dp.pieces:
+                    if piece.is_owned:
+                        piece.master.copy_(piece.of(whole))
+        for dp, view in zip(unit.params, unit.views, strict=True):
+            _replace(dp, view)
+        unit.show_placeholders()
+    if runtime.materialised:
+        runtime.refresh_and_publish()
+
+
+def _replace(dp: DedicatedParam, view: torch.Tensor) -> None:
+    """Let the parameter read ``view``, which a unit fills."""
+    dp.param.grad = None  # as fully_shard does: it belongs to a parameter that is no more
+    # .data, or writing into the buffer would count as a change of the parameter between forward and backward.
+    shown: torch.Tensor = view.data
+    if isinstance(dp.param, DTensor):
+        # A DTensor takes the storage offset of the tensor it is made of, once. torch.compile (before 2.14) fails where
+        # the offset of the tensor inside is another one.
+        strides = torch.empty(dp.shape, device="meta").stride()
+        mesh, placements = dp.param.device_mesh, dp.param.placements
+        shown = DTensor.from_local(shown, mesh, placements, run_check=False, shape=dp.shape, stride=strides)
+    if dp.param.is_meta or isinstance(dp.param, DTensor):
+        # Unlike .data, this can change meta into a real device, and the Parameter stays the same object.
+        torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
+    vars(dp.param)[torch_private.OWNER_MARKER] = dp.owner_rank
+
+
+def _attach(model: nn.Module, runtime: Runtime) -> None:
+    """Tie the runtime to the model, and guard what PyTorch's own methods would do to dedicated parameters."""
+    torch_private.teach_fully_shard_to_skip_dedicated()
+    vars(model)[RUNTIME_ATTRIBUTE] = runtime
+    torch_private.guard_apply(model, lambda: runtime.may_move)
+    model.register_state_dict_pre_hook(_refuse_state_dict)
+    for module in model.modules():
+        if any(map(torch_private.is_dedicated, module.parameters())):
+            vars(module)["__deepcopy__"] = functools.partial(refuse_copy, type(module).__name__)
+    vars(model)["zero_grad"] = functools.partial(_zero_grad, model, runtime)
 
 
 def _zero_grad(model: nn.Module, runtime: Runtime, set_to_none: bool = True) -> None:
-    """``model.zero_grad()``, which loops that do not call the optimizer's use: drops what owners hold, too."""
+    """``model.zero_grad()``, for loops that do not call the optimizer's: the owners' gradients go, too."""
     runtime.zero_grad()
     type(model).zero_grad(model, set_to_none)
 

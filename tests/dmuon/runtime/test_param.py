@@ -122,10 +122,10 @@ def test_mixed_param_dtypes_without_input_cast(rank, world):
 @distributed(world=2)
 def test_memory_of_packed_buffers(rank, world, mode):
     model, optimizer = build(world, ToyModel(layers=4), mode=mode)
-    packs = [pack for unit in model._dmuon_runtime.units for pack in unit.packs]
+    units = model._dmuon_runtime.units
 
     def resident():
-        return [pack._packed.untyped_storage().nbytes() > 0 for pack in packs]
+        return [unit._packed.untyped_storage().nbytes() > 0 for unit in units]
 
     peak = []
     for layer in model.layers:
@@ -137,10 +137,10 @@ def test_memory_of_packed_buffers(rank, world, mode):
     assert max(peak) == (4 if mode == "z2" else 2)  # the one that computes and the one ahead
     loss.backward()
     assert resident() == [mode == "z2"] * 4
-    assert all(pack._grads is None for pack in packs)
+    assert all(unit._gradients is None for unit in units)
     optimizer.step()
     assert resident() == [False] * 4
-    assert all(piece.grad is None for pack in packs for piece in pack.owned)
+    assert all(piece.grad is None for unit in units for piece in unit.owned)
 
 
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=["1-D", "2x2", "tp2"])

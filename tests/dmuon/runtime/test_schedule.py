@@ -30,10 +30,7 @@ def test_replicas_hear_of_the_last_micro_batch_only(rank, world):
     sent = []
     for unit in model._dmuon_runtime.units:
         original = unit.launch_replicate_stage
-        unit.launch_replicate_stage = lambda unit=unit, original=original: (
-            sent.append(unit.name) if unit.travelling else None,
-            original(),
-        )
+        unit.launch_replicate_stage = lambda unit=unit, original=original: (sent.append(unit.name), original())[1]
     for micro_batch in range(4):
         dmuon.set_requires_all_reduce(model, micro_batch == 3)
         tokens, labels = batch(micro_batch, rank)

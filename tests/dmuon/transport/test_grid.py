@@ -71,10 +71,10 @@ def test_one_owner_in_the_whole_grid(rank, world):
         dist.all_reduce(seen)
         assert seen == 9
         for unit in model._dmuon_runtime.units:
-            for piece in (piece for pack in unit.packs for piece in pack.pieces):
+            for piece in unit.pack.pieces:
                 assert (piece.master is not None) == piece.is_owned
                 assert piece.master is None or piece.master.dtype == torch.float32
-            assert all(pack._source.dtype in (torch.uint8, torch.bfloat16) for pack in unit.packs)
+            assert unit._own.dtype == torch.uint8 and unit._own.numel() == unit.pack.own_bytes
         held = [None] * world
         matrices = [piece for piece in dmuon.get_owned_params(model) if piece.spec.route == "muon"]
         assert all("momentum_buffer" in optimizer.state[piece.param] for piece in matrices)

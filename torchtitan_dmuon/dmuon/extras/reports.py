@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from ..optimizer.muon import Muon
 from ..ownership.classify import canonical_fqn
 from ..runtime.handle import runtime_of
+from ..runtime.pack import Pack, pack_weights
 from ..runtime.param import DedicatedParam
 from ..transport.grid import LANES
 
@@ -44,8 +45,7 @@ def ownership_table(model: nn.Module) -> list[OwnershipRow]:
         fqn = canonical_fqn(name)
         if fqn in dedicated:
             dp, unit = dedicated[fqn]
-            shared = dp.spec.route == "sharded_adamw"
-            owners = tuple(sorted(runtime.grid.ranks if shared else {piece.owner_rank for piece in dp.pieces}))
+            owners = tuple(sorted({piece.owner_rank for piece in dp.pieces}))
             rows.append(OwnershipRow(fqn, dp.shape, _route(dp), owners, unit or "<root>", _why(dp)))
         else:
             route = _FSDP2 if param.requires_grad else "frozen"
@@ -135,7 +135,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``mode``: ``z2`` or ``z3``.
         ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
-        ``lanes``: for each of ``mesh.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
+        ``lanes``: for each of ``transport.grid.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
             ``collectives`` (over NCCL those of one unit are sent as one), ``payload_bytes`` (the buffers handed to
             them) and ``sent_bytes_per_rank`` (what leaves a rank, on average over the group; of the exchanges between
             tensor-parallel columns, what leaves this one).
@@ -145,19 +145,17 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
             ``bytes`` of master weights. Rows that every rank shares (``sharded_adamw``) are even and not in it.
     """
     runtime = runtime_of(model)
-    schedule, lanes = runtime.schedule, runtime.lanes
-    plan: dict[str, dict[str, Any]] = {}
-    for name in LANES:
-        lane = vars(lanes)[name]
-        ranks = 1 if lane is None else lane.size
-        plan[name] = {"ranks": ranks, "collectives": 0, "payload_bytes": 0, "sent_bytes_per_rank": 0.0}
+    schedule, (replicas, shards, columns) = runtime.schedule, runtime.grid.shape
+    plan = {
+        name: {"ranks": ranks, "collectives": 0, "payload_bytes": 0, "sent_bytes_per_rank": 0.0}
+        for name, ranks in zip(LANES, (shards, shards, replicas, columns, replicas, columns), strict=True)
+    }
     for unit in runtime.units:
-        for transfer in (transfer for pack in unit.packs for transfer in pack.transfers(lanes)):
-            times = schedule.unshards_per_step(unit) if transfer.lane == "unshard" else 1
-            total = plan[transfer.lane]
-            total["collectives"] += times
-            total["payload_bytes"] += times * transfer.payload_bytes
-            total["sent_bytes_per_rank"] += times * transfer.sent_bytes
+        for lane, payload, sent in _transfers(unit.pack):
+            times = schedule.unshards_per_step(unit) if lane == "unshard" else 1
+            plan[lane]["collectives"] += times
+            plan[lane]["payload_bytes"] += times * payload
+            plan[lane]["sent_bytes_per_rank"] += times * sent
     assignment = runtime.assignment
     return {
         "mode": "z2" if schedule.keep_unsharded else "z3",
@@ -165,6 +163,27 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
         "lanes": plan,
         "owner_load": {"flops": _load(assignment.flops), "bytes": _load(assignment.bytes)},
     }
+
+
+def _transfers(pack: Pack) -> Iterator[tuple[str, int, float]]:
+    """(lane, payload bytes, bytes that leave a rank) of each collective that moves the pack's weights and gradients
+    once. Broadcast, reduce, all-gather and reduce-scatter move each byte to (or from) every other rank once at best."""
+    (replicas, shards, columns), column, itemsize = pack.grid.shape, pack.grid.coordinate[2], pack.grad_itemsize
+    for lane, ranks, segments, width in (
+        ("unshard", shards, pack.weight_segments, 1),
+        ("publish_replicate", replicas, pack.publish_segments, 1),
+        ("reduce", shards, pack.gradient_segments, itemsize),
+        ("reduce_replicate", replicas, pack.replicate_segments, itemsize),
+    ):
+        sizes = [(end - begin) * width for (begin, end), _ in segments if end > begin and ranks > 1]
+        yield from ((lane, size, size * (ranks - 1) / ranks) for size in sizes)
+    if columns > 1:
+        weights = [pack_weights(pack.cells_of(column), target).size for target in range(columns)]
+        yield "publish_tp", sum(weights), sum(weights) - weights[column]
+        if pack.trainable:
+            spans = [[pack.gradients.spans[cell] for cell in pack.cells_of(target)] for target in range(columns)]
+            gradients = [sum(end - begin for begin, end in each) * itemsize for each in spans]
+            yield "reduce_tp", sum(gradients), sum(gradients) - gradients[column]
 
 
 def _load(values: Sequence[int]) -> dict[str, float]:

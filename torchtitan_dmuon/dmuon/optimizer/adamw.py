@@ -30,8 +30,6 @@ def update(
     """One AdamW step of what this rank owns of one parameter: a piece, or several runs of experts, which share one step
     count. Where no rank had a gradient, or ``found_inf`` (zero or one) is one, nothing moves: the fused kernel looks at
     the flag itself, so the host does not wait."""
-    if not pieces[0].numel:
-        return
     skip = pieces[0].grad_count.eq(0).float()
     if found_inf is not None:
         skip = torch.maximum(skip, found_inf)

@@ -205,7 +205,7 @@ def clip_grad_norm_(
     lanes = optimizer.runtime.lanes.covering
     pieces = [p for p in optimizer.runtime.owned if p.spec.route == "muon" and p.grad is not None]
     if strategy == _GLOBAL_NORM:
-        owned = [(piece.grad, piece.copies) for piece in pieces]
+        owned = [(piece.grad, 1) for piece in pieces]
         return clip_gradients_([], max_norm, lanes, norm_type, error_if_nonfinite, owned)
     entries = [GradientEntry(piece.fqn, piece.dp.shape, piece.grad) for piece in pieces]
     total = _STRATEGIES[strategy](entries, max_norm, float(norm_type), lanes)
@@ -221,7 +221,7 @@ def clip_total_grad_norm_(
     """Clip all gradients of ``optimizer``, dedicated on any route and others, by one joint p-norm. Collective.
     Otherwise as :func:`clip_grad_norm_`."""
     optimizer.runtime.wait_gradients()
-    owned = [(piece.grad, piece.copies) for piece in optimizer.runtime.owned if piece.grad is not None]
+    owned = [(piece.grad, 1) for piece in optimizer.runtime.owned if piece.grad is not None]
     others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return clip_gradients_(others, max_norm, optimizer.runtime.lanes.covering, norm_type, error_if_nonfinite, owned)
 
@@ -287,7 +287,7 @@ def try_clip_optimizer_grad_norm_buckets_(
     runtime.wait_gradients()
     lanes = runtime.lanes.covering
     ranks = math.prod(lane.size for lane in lanes)
-    owned = [(piece, (piece.grad, piece.copies)) for piece in runtime.owned if piece.grad is not None]
+    owned = [(piece, (piece.grad, 1)) for piece in runtime.owned if piece.grad is not None]
     buckets = {
         "regular": local_parts((grad for grad in regular_grads if grad is not None), ranks),
         "muon": [part for piece, part in owned if piece.spec.route == "muon"],

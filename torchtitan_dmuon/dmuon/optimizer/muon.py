@@ -272,7 +272,7 @@ class Muon(torch.optim.Optimizer):
                     piece.refresh_compute_weight()
             if self.qk_clip is not None:
                 self.qk_clip.apply(runtime, found_inf)
-            runtime.publish(refresh=False)
+            runtime.publish()
         for group, plain in self.plain_adamw:
             for inner in plain.param_groups:
                 inner.update({key: group[key] for key in ("lr", "betas", "weight_decay", "eps")})
@@ -310,4 +310,4 @@ class Muon(torch.optim.Optimizer):
 
 def state_key(piece: Piece, name: str) -> str:
     """Key of a piece's state in ``optimizer.state[param]``; parts of a stack are told apart by their range."""
-    return name if piece.is_whole or piece.spec.route == "sharded_adamw" else f"{name}[{piece.start}:{piece.stop}]"
+    return name if piece.is_whole else f"{name}[{piece.start}:{piece.stop}]"

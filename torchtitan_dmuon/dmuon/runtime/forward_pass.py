@@ -1,4 +1,4 @@
-"""One forward pass as the backward passes after it must know it."""
+"""One forward pass, as the backward pass that goes through it must know it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from .unit import Unit
 
 
 class ForwardPass:
-    """What one forward pass did; the hooks on its outputs know it.
+    """What one forward pass did. The hooks on the pass's outputs hold it.
 
     Attributes:
-        orderly: the units ran in their order.
-        repeated: a unit ran again, other than at once.
-        again: the units that ran again at once.
-        spent: its graph has been used up.
-        has_grad: it was run with gradients.
+        in_order: the units ran in their order, each once or several times at once, and no reentrant checkpoint hid a
+            unit's graph. Then, and only then, backward needs nothing more of the units behind the one that it reaches.
+        again: units that were called several times in a row. Reentrant checkpoints inside such a unit give a parameter
+            its gradient in several parts; the first part must not pass for the whole.
+        spent: a backward pass has used up the graph.
+        has_grad: the pass ran with gradients.
     """
 
     def __init__(self) -> None:
-        self.orderly = True
-        self.repeated = False
+        self.in_order = True
         self.again: set[Unit] = set()
         self.spent = False
         self.has_grad = torch.is_grad_enabled()
@@ -28,16 +28,13 @@ class ForwardPass:
         self._seen: set[Unit] = set()
 
     def enter(self, unit: Unit, place: int) -> None:
-        """The unit at this place in the order is called. A pinned one is called around the others, in any order."""
-        at_once = place == self._place
-        # A unit without grad in a pass with grad is inside a reentrant checkpoint: its backward is a pass of its own.
+        """Unit number ``place`` is called. A pinned unit (-1) is called around the others, at any time."""
+        # A unit without grad inside a pass with grad is in a reentrant checkpoint: its backward is a pass of its own.
         reentrant = torch.is_grad_enabled() != self.has_grad
-        if reentrant or (not unit.pinned and place < self._place):
-            self.orderly = False
-        if unit in self._seen and at_once and not reentrant:
+        if unit in self._seen and place == self._place and not reentrant:
             self.again.add(unit)
-        elif unit in self._seen:
-            self.repeated = True
+        elif unit in self._seen or reentrant or (not unit.pinned and place < self._place):
+            self.in_order = False
         self._seen.add(unit)
         if not unit.pinned:
             self._place = place

@@ -23,7 +23,17 @@ RUNTIME_ATTRIBUTE = "_dmuon_runtime"
 
 
 class Runtime:
-    """All that dedication has made for one model. Users reach it through the functions of this module."""
+    """The result of dedicating one model. Users reach it through the functions of this module.
+
+    Attributes:
+        units: in forward order.
+        params: every dedicated parameter, in ``named_parameters`` order; the same on every rank.
+        specs: as they were dedicated; an optimizer may force other routes later.
+        skipped: canonical name -> why the parameter was not dedicated.
+        replicate_async: new weights travel to replicas and columns while the next step begins.
+        may_move: ``.to()`` and its kin are allowed for now.
+        materialised: weights exist; the same on every rank, also on one that owns nothing.
+    """
 
     def __init__(
         self,
@@ -36,20 +46,18 @@ class Runtime:
         skipped: dict[str, str],
         replicate_async: bool,
     ) -> None:
-        self.model = model
         self.units = units
         self.lanes = lanes
         self.grid = grid
         self.assignment = assignment
         self.schedule = schedule
-        self.skipped = skipped  # canonical name -> why it was not dedicated
+        self.skipped = skipped
         order = {canonical_fqn(name): index for index, (name, _) in enumerate(model.named_parameters())}
         self.params = sorted((dp for unit in units for dp in unit.params), key=lambda dp: order[dp.fqn])
-        self.specs = {dp.param: dp.spec for dp in self.params}  # as dedicated; an optimizer may force other routes
+        self.specs = {dp.param: dp.spec for dp in self.params}
         self.replicate_async = replicate_async
-        self.divide_factor = float(grid.shape[0] * grid.shape[1])
         self.may_move = False
-        self.materialised = False  # the same on every rank, also one that owns nothing
+        self.materialised = False
 
     def __reduce__(self) -> NoReturn:
         refuse_copy("the runtime of a dedicated model")
@@ -65,13 +73,13 @@ class Runtime:
         return [piece for unit in self.units for piece in unit.owned]
 
     def wait_publish(self) -> None:
-        """No source weight is being sent any more, on the current stream's clock."""
+        """The current stream waits until no compute weight is being sent."""
         for unit in self.units:
-            for pack in unit.packs:
-                pack.wait_publish(self.lanes)
+            unit.wait_publish()
 
     def collect_gradients(self) -> None:
-        """Reductions launched by backward go on to the owners; each piece's ``wait_gradient`` waits for its own."""
+        """Reductions launched by backward go on to the owners; ``Piece.wait_gradient`` waits for the rest of their
+        way."""
         self._check_frozen()
         self.schedule.collect_gradients()
 
@@ -89,24 +97,27 @@ class Runtime:
                 )
 
     def begin_update(self) -> None:
-        """Masters and source weights are about to change: nothing reads them any more, and what is unsharded is
-        forgotten."""
+        """The owners are about to change masters and compute weights: unsharded weights are stale, and nothing reads
+        the compute weights any more."""
         self.schedule.invalidate_weights()
         self.wait_publish()
 
-    def publish(self, refresh: bool = True) -> None:
-        """Collective with replicas or tensor parallelism. The masters have changed: forget what is unsharded and bring
-        every source up to date; the units' next unshards wait for theirs.
-
-        Args:
-            refresh: whoever changed the masters has not called ``Piece.refresh_source``.
-        """
+    def publish(self) -> None:
+        """Collective with replicas or tensor parallelism. The owners have changed masters and compute weights: bring
+        every source up to date. The next unshard of a unit waits for the unit's weights."""
         self.schedule.invalidate_weights()
         for unit in self.units:
-            for pack in unit.packs:
-                pack.publish(self.lanes, refresh)
+            unit.publish()
         if not self.replicate_async:
             self.wait_publish()
+
+    def refresh_and_publish(self) -> None:
+        """As :meth:`publish`, where only the masters have changed."""
+        self.begin_update()
+        with torch.no_grad():
+            for piece in self.owned:
+                piece.refresh_compute_weight()
+        self.publish()
 
     def barrier(self) -> None:
         """Collective. A fence for diagnosis (``DMUON_ISOLATED_PG_BARRIER=1``): nothing of ours is in flight beyond."""
@@ -121,7 +132,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Lifts the guard on ``.to()`` and its kin, for code that leaves dedicated parameters alone."""
+        """Allows ``.to()`` and its kin, for code that leaves dedicated parameters alone."""
         self.may_move = True
         try:
             yield
@@ -129,11 +140,20 @@ class Runtime:
             self.may_move = False
 
 
+def refuse_copy(name: str, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{name} cannot be copied: dedicated parameters live on their owners, the copy would hold placeholders (NaN). "
+        "Copy the model before dedicate_params, or dedicate a second one and fill it by "
+        "dmuon.set_model_state_dict(second, dmuon.get_model_state_dict(model)); an average of the weights (EMA) is "
+        "kept of the tensors of get_model_state_dict"
+    )
+
+
 def find_runtime(model: nn.Module) -> Runtime | None:
-    """The runtime attached to ``model`` or to the one module inside it that was dedicated.
+    """The runtime of ``model``, or of the one module inside it that was dedicated.
 
     Raises:
-        RuntimeError: several modules inside it were, each by itself.
+        RuntimeError: several modules inside it were dedicated, each by itself.
     """
     found = {name: module for name, module in model.named_modules() if RUNTIME_ATTRIBUTE in vars(module)}
     if len(found) > 1:
@@ -153,52 +173,42 @@ def runtime_of(model: nn.Module) -> Runtime:
     raise RuntimeError(f"{type(model).__name__} has no dedicated parameters: call dmuon.dedicate_params first")
 
 
-def refuse_copy(name: str, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"{name} cannot be copied: dedicated parameters live on their owners, the copy would hold placeholders (NaN). "
-        "Copy the model before dedicate_params, or dedicate a second one and fill it by "
-        "dmuon.set_model_state_dict(second, dmuon.get_model_state_dict(model)); an average of the weights (EMA) is "
-        "kept of the tensors of get_model_state_dict"
-    )
-
-
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
     """Every dedicated parameter, in ``named_parameters`` order, the same list on every rank."""
     return list(runtime_of(model).params)
 
 
 def get_owned_params(model: nn.Module, rank: int | None = None) -> list[Piece]:
-    """What global ``rank`` (default: this one) owns, in ``named_parameters`` order. A piece has the ``fqn``, ``shape``
-    and ``numel`` of its parameter; of an expert stack or of shared rows it is the part that the rank owns."""
+    """The pieces that global ``rank`` (default: this one) owns, in ``named_parameters`` order. A piece has the ``fqn``,
+    ``shape`` and ``numel`` of its parameter; of an expert stack or of shared rows, those of the rank's part."""
     rank = dist.get_rank() if rank is None else rank
     return [piece for dp in runtime_of(model).params for piece in dp.pieces if piece.owner_rank == rank]
 
 
 def ignored_params(model: nn.Module) -> set[nn.Parameter]:
-    """What to pass to ``fully_shard(..., ignored_params=...)``."""
+    """The dedicated parameters, for ``fully_shard(..., ignored_params=...)``."""
     return {dp.param for dp in runtime_of(model).params}
 
 
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
-    """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks, in FSDP2 modules that the
-    model has by now as well. 1.0 leaves sums, for a loss already divided by the global number of tokens."""
+    """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks, also in the FSDP2 modules
+    that the model has by now. 1.0 leaves sums, for a loss already divided by the global number of tokens."""
     if not factor > 0:
         raise ValueError(f"factor must be positive, got {factor}")
-    runtime_of(model).divide_factor = float(factor)
+    runtime_of(model).schedule.divide_factor = float(factor)
     torch_private.set_fsdp_divide_factor(model, float(factor))
 
 
 def set_timeout(model: nn.Module, timeout: timedelta) -> None:
     """Change the timeout of DMuon's own process groups."""
-    runtime = runtime_of(model)
-    for lane in runtime.lanes.all:
+    for lane in runtime_of(model).lanes.all:
         torch_private.set_group_timeout(lane.group, lane.device, timeout)
 
 
 def set_requires_all_reduce(model: nn.Module, required: bool) -> None:
     """Whether the next backward passes send gradients beyond the shard dimension (to other replicas and to
     tensor-parallel owners), as FSDP2's method of the same name, which is set too. Pass ``False`` for all but the last
-    micro-batch of an accumulation; ``step`` and clipping send on whatever has been left."""
+    micro-batch of an accumulation; ``step`` and clipping send on what has been left."""
     runtime_of(model).schedule.all_reduce_gradients = required
     torch_private.set_fsdp_requires_all_reduce(model, required)
 
@@ -206,15 +216,15 @@ def set_requires_all_reduce(model: nn.Module, required: bool) -> None:
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally, without any reduction, for dedicated and for FSDP2 parameters. The first backward
-    outside reduces what has gathered. Holds one full unsharded gradient per rank."""
-    runtime = runtime_of(model)
-    if not runtime.schedule.sync_gradients:  # inside another one, which will end it
+    outside reduces the accumulated gradients. Holds one full unsharded gradient per rank."""
+    schedule = runtime_of(model).schedule
+    if not schedule.sync_gradients:  # inside another no_sync, which will end it
         yield
         return
-    runtime.schedule.sync_gradients = False
+    schedule.sync_gradients = False
     torch_private.set_fsdp_gradient_sync(model, False)
     try:
         yield
     finally:
-        runtime.schedule.sync_gradients = True
+        schedule.sync_gradients = True
         torch_private.set_fsdp_gradient_sync(model, True)

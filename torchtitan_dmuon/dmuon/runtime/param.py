@@ -1,7 +1,4 @@
-"""The vocabulary of storage: a dedicated parameter, the pieces of it that ranks own, and what it shows meanwhile.
-
-The two kinds of storage behind them are in ``owned.py`` (one owner a piece) and ``rows.py`` (every rank owns rows).
-"""
+"""A dedicated parameter, and the pieces of it that ranks own."""
 
 from __future__ import annotations
 
@@ -12,67 +9,40 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..kernels.select import triton_passes
 from ..ownership.policy import ParamSpec
+from ..ownership.runs import chunk_bounds
 from ..transport.grid import Grid
-from ..transport.tensor_parallel import local_shape
 from ..transport.torch_private import local_tensor
-
-# Offsets are multiples of this many bytes, so that any dtype can be viewed, vector loads are aligned, and inductor
-# need not copy misaligned inputs.
-ALIGN_BYTES = 128
-
-
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a parameter shows while its weight is not here: NaN of the true shape, one element of memory."""
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def accumulate(into: torch.Tensor, grad: torch.Tensor, add: bool) -> None:
-    """``into`` = ``grad``, or ``into`` += ``grad`` where ``add``, in the dtype of ``into``."""
-    fused = triton_passes(into.device)
-    if fused is not None and fused.accumulate(into, grad, add):
-        return
-    if add:
-        into.add_(grad)
-    else:
-        into.copy_(grad)
 
 
 class Piece:
-    """What one rank owns of a parameter: all of it, a run of experts of a 3-D stack, or (``sharded_adamw``) a run of
-    rows.
+    """A run of a parameter's first dimension that one rank owns: all of it, some experts of a stack, or (route
+    ``sharded_adamw``) some rows. A piece has one owner in the whole grid.
 
     Attributes:
         dp: the parameter.
         start, stop: range of the first dimension.
-        owner: slot of the owner; ``owner_rank`` its global rank.
-        is_owned: whether that is this rank.
-        shape: of the piece, not split by tensor parallelism (``sharded_adamw``: of this rank's rows).
-        copies: number of ranks that hold the same piece; 1 but for replicated rows.
+        owner: the owner's slot in the grid; ``owner_rank`` its global rank.
+        is_owned: whether this rank is the owner.
+        shape: (stop - start, ...), not cut by tensor parallelism.
         master: the owner's weight [shape, master_dtype]; ``None`` elsewhere and before materialisation.
-        source: the same in ``param_dtype``, from which it is broadcast; ``None`` where that is the master itself or
-            tensor parallelism cuts it in parts. Whoever changes the master inside a step also changes this.
-        grad: the owner's reduced gradient [shape, grad_dtype]; ``None`` elsewhere and while there is none.
-        grad_count: 0-D tensor on the owner, zero when no rank had a gradient (then ``grad`` is all zeros).
-        arrived: on CUDA, when ``grad`` is complete.
-
-    ``grad`` may still be on its way: :meth:`wait_gradient` before it is read.
+        compute_weight: the owner's weight [shape, param_dtype], from which forward broadcasts start. ``None`` where the
+            master itself is broadcast, or tensor parallelism cuts the weight. Whoever changes the master inside a step
+            also changes the compute weight.
+        grad: the owner's reduced gradient [shape, grad_dtype]; ``None`` elsewhere and while there is none. It may still
+            be on its way: call :meth:`wait_gradient` before reading it.
+        grad_count: 0-D tensor on the owner: how many ranks had a gradient. Where it is zero, ``grad`` is all zeros.
+        arrived: on CUDA, the event after which ``grad`` is complete.
     """
 
-    def __init__(self, dp: DedicatedParam, start: int, stop: int, owner: int, owner_rank: int, is_owned: bool):
+    def __init__(self, dp: DedicatedParam, start: int, stop: int, owner: int) -> None:
         self.dp = dp
         self.start = start
         self.stop = stop
         self.owner = owner
-        self.owner_rank = owner_rank
-        self.is_owned = is_owned
+        self.owner_rank = dp.grid.ranks[owner]
+        self.is_owned = owner == dp.grid.slot
         self.shape: tuple[int, ...] = (stop - start, *dp.shape[1:]) if dp.shape else ()
-        self.copies = 1
         self.master: torch.Tensor | None = None
         self.compute_weight: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
@@ -99,8 +69,31 @@ class Piece:
     def is_whole(self) -> bool:
         return self.shape == self.dp.shape
 
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """View of the piece in a tensor of the parameter's shape."""
+        return whole if self.is_whole else whole[self.start : self.stop]
+
+    def local_shape(self, column: int) -> tuple[int, ...]:
+        """Shape of the part of the piece that a tensor-parallel column holds."""
+        dim = self.dp.tp_dim
+        return self.shape if dim is None else (*self.shape[:dim], self._span(column)[1], *self.shape[dim + 1 :])
+
+    def local_part(self, full: torch.Tensor, column: int) -> torch.Tensor:
+        """View of the part of ``full`` [shape] that a tensor-parallel column holds."""
+        return full if self.dp.tp_dim is None else full.narrow(self.dp.tp_dim, *self._span(column))
+
+    def _span(self, column: int) -> tuple[int, int]:
+        """(start, size) along ``tp_dim``, within the piece, of the column's part."""
+        dim = self.dp.tp_dim
+        start, size = chunk_bounds(self.dp.shape[dim], self.dp.grid.shape[2], column)
+        if dim > 0:
+            return start, size
+        # Rows 0 to 3 of 8 and a column with rows 2 to 5 share rows 2 and 3.
+        begin, end = (min(max(at, self.start), self.stop) for at in (start, start + size))
+        return begin - self.start, end - begin
+
     def accumulate(self, grad: torch.Tensor, count: torch.Tensor) -> None:
-        """Add a reduced gradient to what has come since the last ``zero_grad``."""
+        """Add a reduced gradient to the one since the last ``zero_grad``."""
         if self.grad is None:
             self.grad, self.grad_count = grad, count
         else:
@@ -108,12 +101,12 @@ class Piece:
             self.grad_count.add_(count)
 
     def refresh_compute_weight(self) -> None:
-        """Bring ``source`` up to date with ``master``."""
+        """Bring ``compute_weight`` up to date with ``master``."""
         if self.compute_weight is not None:
             self.compute_weight.copy_(self.master)
 
     def wait_gradient(self) -> None:
-        """Make the current stream wait for the gradient, which may have been delivered on another one."""
+        """Make the current stream wait for the gradient, which another stream may have delivered."""
         if self.arrived is not None:
             self.arrived.wait()
 
@@ -132,18 +125,26 @@ class DedicatedParam:
         fqn: canonical name.
         param: the model's ``nn.Parameter``, the same object for the whole run.
         spec: route, dtypes and reason.
-        tp_dim: the dimension tensor parallelism shards; ``None`` when every column has all of it.
-        tp_column, tp_columns: this rank's tensor-parallel place.
-        pieces: its owners' parts; one, but for expert stacks and sharded rows.
+        tp_dim: the dimension that tensor parallelism shards; ``None`` when every column has the whole parameter.
+        pieces: in the order of the first dimension; several of an expert stack and of shared rows, else one.
     """
 
-    def __init__(self, fqn: str, param: nn.Parameter, spec: ParamSpec, tp_dim: int | None, grid: Grid):
+    def __init__(
+        self,
+        fqn: str,
+        param: nn.Parameter,
+        spec: ParamSpec,
+        tp_dim: int | None,
+        grid: Grid,
+        runs: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """``runs`` has (start, stop, owner's slot) of every piece."""
         self.fqn = fqn
         self.param = param
         self.spec = spec
         self.tp_dim = tp_dim
-        self.tp_column, self.tp_columns = grid.coordinate[2], grid.shape[2]
-        self.pieces: list[Piece] = []
+        self.grid = grid
+        self.pieces = [Piece(self, *run) for run in runs]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,8 +153,11 @@ class DedicatedParam:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this tensor-parallel column holds."""
-        return local_shape(self.shape, self.tp_dim, self.tp_column, self.tp_columns)
+        """Shape of this tensor-parallel column's part."""
+        if self.tp_dim is None:
+            return self.shape
+        _, size = chunk_bounds(self.shape[self.tp_dim], self.grid.shape[2], self.grid.coordinate[2])
+        return (*self.shape[: self.tp_dim], size, *self.shape[self.tp_dim + 1 :])
 
     @property
     def numel(self) -> int:

@@ -1,26 +1,23 @@
-"""When units move. The order of collectives is fixed when the schedule is built and the same on every rank.
+"""When units move. The order of collectives is fixed when the schedule is built and is the same on every rank.
 
-Weights. The forward pass launches unshards in the units' order 0, 1, ..., n-1; a rank that enters unit k launches
-everything up to k (and ``prefetch`` more), and whatever is left when the root's forward ends. A layer that one rank
-skips therefore never leaves another rank alone in a broadcast. Backward does the same in the order n-1, ..., 0. A
-unit entered again after its turn starts the next round of the same cycle. A unit is released when a later unit is
-entered, not when its forward returns, so calling a layer twice in a row costs nothing.
+Weights. A forward pass unshards the units in their order 0, 1, ..., n-1. A rank that enters unit k launches everything
+up to k, and ``prefetch`` units more; the end of the root's forward launches the rest. So a rank that skips a layer
+leaves no other rank alone in a broadcast. A backward pass does the same in the order n-1, ..., 0. A unit that is
+entered after its turn begins the next round of the same cycle. A unit is resharded when a later unit is entered, not
+when its own forward returns: calling a layer twice in a row costs nothing.
 
-Gradients. Units are reduced in the order n-1, ..., 0, pinned units last; a unit whose gradients are late holds back
-the ones after it, and the end of backward launches the rest, zeros standing in for gradients that never came. With
-replicas or tensor parallelism the later stages follow in the same order, a fixed number of units behind.
+Gradients. Units are reduced in the order n-1, ..., 0, pinned units last. A unit whose gradients are late holds back the
+units behind it; the end of backward launches the rest, with zeros for gradients that never came. With replicas or
+tensor parallelism the later stages follow in the same order, a fixed number of units behind.
 
-No rank waits for one that waits for it. When the backward of one forward runs, whose units ran in their order (it is
-*orderly*), reaching unit k means that nothing more will come for the units after k: they are reduced before the weights
-of k are waited for. So whoever waits for something at place k needs the others only to get to place k, which they can.
-In any other pass (layers out of order, reentrant checkpointing, several forwards) reductions are not waited for before
-the end.
+``docs/design/collectives.md`` says why no rank can wait for ever, and names the test for every reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections import deque
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -29,10 +26,12 @@ from ..transport.grid import Lanes
 from ..transport.torch_private import backward_id, backward_keeps_graph, queue_end_of_backward
 from .forward_pass import ForwardPass
 from .param import DedicatedParam
-from .unit import Pack, Unit, Weights
+from .unit import Reduction, Stage, Unit, Weights
 
-# Packed gradient buffers in flight before the oldest is waited for: bounds memory without stalling the one being
-# filled.
+logger = logging.getLogger(__name__)
+
+# Reductions in each stage before the oldest is waited for: they bound the memory of packed gradients without stalling
+# the unit whose gradients are being packed.
 _MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
@@ -43,97 +42,96 @@ class Phase(enum.Enum):
 
 
 class UnitSchedule:
-    """Drives all units of one model.
+    """Drives all units of one model. Its methods are called by hooks, under the names of FSDP2's.
 
     Args:
         units: every unit, in forward order.
         lanes: those of the units.
-        keep_unsharded: Z2: weights stay here until the optimizer changes them. Otherwise (Z3) they are freed after
+        keep_unsharded: Z2: weights stay here until the optimizer changes them. Otherwise (Z3) they are resharded after
             use and broadcast again for backward.
-        prefetch: how many units ahead are launched.
+        prefetch: how many units ahead are unsharded.
+        divide_factor: the sum of the gradients over the data-parallel ranks is divided by it.
     """
 
-    def __init__(self, units: Sequence[Unit], lanes: Lanes, keep_unsharded: bool, prefetch: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], lanes: Lanes, keep_unsharded: bool, prefetch: int, divide_factor: float
+    ) -> None:
         self.pinned = [unit for unit in units if unit.pinned]
         self.cyclic = [unit for unit in units if not unit.pinned]
+        self.units = [*self.pinned, *self.cyclic]
+        self.lanes = lanes
         self.keep_unsharded = keep_unsharded
         self.prefetch = prefetch
-        self.lanes = lanes
+        self.divide_factor = divide_factor
         self.sync_gradients = True
-        # Whether a backward pass sends gradients beyond the shard dimension, or leaves that to a later one.
-        self.all_reduce_gradients = True
+        self.all_reduce_gradients = True  # else a backward pass stops after the shard stage
         self.phase = Phase.IDLE
-        self._forward_order = {unit: index for index, unit in enumerate(self.cyclic)}
-        self.reduce_order = [*reversed(self.cyclic), *self.pinned]  # in which gradients arrive
-        self._cursor = 0  # unshards launched in this round of the cycle
+        self._place_of = {unit: place for place, unit in enumerate(self.cyclic)}
+        # In which gradients arrive; units without a trainable parameter have none.
+        self.reduce_order = [unit for unit in (*reversed(self.cyclic), *self.pinned) if unit.trainable]
+        self._launched = 0  # units that are unsharded in this round of the cycle
         self._next_reduce = 0
-        self._hold_reductions = False
-        # In the shard stage, and whether the next stage follows.
-        self._in_flight: deque[tuple[Unit, bool]] = deque()
-        self._staged: deque[Unit] = deque()  # in the replicate stage
+        self._reductions: list[Reduction] = []  # on their way, oldest first
         self.forward_pass: ForwardPass | None = None  # that is running
-        # Those whose backward may come: until it does, or the weights change, which no graph survives. Not until they
-        # are collected: that is not at the same time on every rank, and what follows from this must be the same.
+        # Passes whose backward may come: until it does, or the weights change, which no graph survives. Not until
+        # Python collects them: ranks do that at different times, and must decide alike.
         self._passes: list[ForwardPass] = []
-        self._orderly = True  # is the backward pass that is running
-        self._place = -1  # of the earliest unit it has reached
-        self._backward_id: int | None = None  # its own, where known
-        # Reductions have been launched since gradients were last dropped; the same on every rank.
+        self._in_order = True  # the running backward goes through one forward pass that was in order
+        self._place = -1  # of the earliest unit that the running backward has reached
+        self._backward_id: int | None = None  # the running backward's, where known
+        # A reduction has been launched since gradients were last dropped; the same on every rank.
         self.has_gradients = False
-
-    @property
-    def units(self) -> list[Unit]:
-        return [*self.pinned, *self.cyclic]
 
     # ---------------------------------------------------------------- forward
 
-    def begin_forward(self) -> None:
-        """The root's forward begins (or a unit is entered without the root)."""
+    def root_pre_forward(self) -> None:
+        """The root's forward begins, or a unit is entered without the root."""
         if self.phase is Phase.BACKWARD and backward_id() != -1:
             return  # recomputation
+        logger.debug("forward begins")
         self.settle()
         self._release_all()
         # A weight that autocast has cast in an earlier forward would get its gradient where that forward ran, after the
-        # hooks of this one; and the casts would keep the memory that Z3 frees.
+        # hooks of this one; and the casts would keep the memory that Z3 gives back.
         torch.clear_autocast_cache()
         self.forward_pass = ForwardPass()
         self._begin_round(Phase.FORWARD)
 
     def settle(self) -> None:
-        """End a pass that raised, as the ranks have ended it where it did not: with the same collectives."""
+        """End a pass that raised, with the collectives by which ranks have ended it on which it did not raise."""
         if self.phase is Phase.FORWARD:
-            self.end_forward(keep_last=False)
+            self.root_post_forward(backward_follows=False)
         elif self.phase is Phase.BACKWARD:
-            self.end_backward()
+            self.root_post_backward()
 
     def _begin_round(self, phase: Phase) -> None:
         self.phase = phase
-        self._cursor = 0
+        self._launched = 0
         for unit in self.pinned:
-            unit.launch_unshard()
+            unit.unshard()
 
-    def enter_unit(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         """A boundary's forward begins, in the forward pass or in a recomputation."""
+        logger.debug("pre_forward %s", unit)
         if self.phase is not Phase.FORWARD:
-            self.begin_forward()
+            self.root_pre_forward()
         if self.phase is Phase.FORWARD:
             unit.active_calls += 1
-            self.forward_pass.enter(unit, self._forward_order.get(unit, -1))
+            self.forward_pass.enter(unit, self._place_of.get(unit, -1))
         self._need(unit)
 
-    def leave_unit(self, unit: Unit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         """A boundary's forward has returned or raised."""
+        logger.debug("post_forward %s", unit)
         if self.phase is Phase.FORWARD and unit.active_calls > 0:
             unit.active_calls -= 1
 
-    def end_forward(self, keep_last: bool) -> None:
-        """The root's forward has returned.
-
-        Args:
-            keep_last: a backward pass may follow: the last unit and the pinned ones, which it needs first, stay.
-        """
+    def root_post_forward(self, backward_follows: bool) -> None:
+        """The root's forward has returned. If ``backward_follows``, the last unit and the pinned ones stay unsharded,
+        since backward needs them first."""
         if self.phase is not Phase.FORWARD:
             return
+        logger.debug("forward ends")
         self._finish_round(self.cyclic)
         self.phase = Phase.IDLE
         self._passes = [forward for forward in self._passes if not forward.spent]
@@ -142,62 +140,64 @@ class UnitSchedule:
         self.forward_pass = None
         for unit in self.units:
             unit.active_calls = 0
-            if not keep_last or not self._stays(unit):
+            if not backward_follows or not self._stays(unit):
                 self._release(unit)
 
     def _stays(self, unit: Unit) -> bool:
-        """Backward needs its weights first, so they are not freed in between."""
         return unit.pinned or unit is self.cyclic[-1]
 
     def unshards_per_step(self, unit: Unit) -> int:
-        """How often one forward, one backward and one optimizer step fetch the weights of ``unit``."""
+        """How often a step (one forward, one backward, one optimizer step) fetches the weights of ``unit``."""
         return 1 if self.keep_unsharded or self._stays(unit) else 2
 
-    # ---------------------------------------------------------------- unshard order
+    # ---------------------------------------------------------------- which unit is unsharded next
 
     def _need(self, unit: Unit) -> None:
+        """Show the unit's weights, and launch what the order puts before and shortly after them."""
         if unit.pinned:
-            unit.launch_unshard()
+            unit.unshard()
             unit.show()
             return
-        order = self.cyclic if self.phase is Phase.FORWARD else self.cyclic[::-1]
-        place = self._forward_order[unit]
+        order, place = self.cyclic, self._place_of[unit]
         if self.phase is Phase.BACKWARD:
-            place = len(order) - 1 - place
-        if unit.weights is Weights.ABSENT or place >= self._cursor:
-            if place < self._cursor:  # its turn in this round is over: finish the round and begin the next
+            order, place = order[::-1], len(order) - 1 - place
+        if unit.weights is Weights.ABSENT or place >= self._launched:
+            if place < self._launched:  # the unit's turn in this round is over
                 self._finish_round(order)
-                self._cursor = 0
-            while self._cursor <= place:
-                self._launch_next(order, needed=unit)
+                self._launched = 0
+            while self._launched <= place:
+                passed = self._launch_next(order)
+                if passed is not unit and self._done_with(passed):
+                    self._release(passed)
         for other in order[:place]:
             if self._done_with(other):
                 self._release(other)
-        while self._cursor < min(len(order), place + 1 + self.prefetch):
-            self._launch_next(order, needed=None)
+        while self._launched < min(len(order), place + 1 + self.prefetch):
+            self._launch_next(order)
         unit.show()
 
-    def _launch_next(self, order: Sequence[Unit], needed: Unit | None) -> None:
-        unit = order[self._cursor]
-        self._cursor += 1
-        unit.launch_unshard()
-        if needed is not None and unit is not needed and self._done_with(unit):
-            self._release(unit)
+    def _launch_next(self, order: Sequence[Unit]) -> Unit:
+        unit = order[self._launched]
+        self._launched += 1
+        unit.unshard()
+        return unit
 
     def _finish_round(self, order: Sequence[Unit]) -> None:
-        while self._cursor < len(order):
-            unit = order[self._cursor]
-            self._launch_next(order, needed=None)
-            if self._cursor < len(order) and not unit.active_calls:
+        while self._launched < len(order):
+            unit = self._launch_next(order)
+            if self._launched < len(order) and not unit.active_calls:
                 self._release(unit)
 
     def _done_with(self, unit: Unit) -> bool:
         if self.phase is Phase.FORWARD:
             return unit.active_calls == 0
-        return unit.gradients_complete  # its weights may still be read until its last gradient is there
+        return unit.gradients_complete  # until then backward may still read its weights
 
     def _release(self, unit: Unit) -> None:
-        unit.release(keep=self.keep_unsharded)
+        if self.keep_unsharded:
+            unit.hide()
+        else:
+            unit.reshard()
 
     def _release_all(self) -> None:
         for unit in self.units:
@@ -205,109 +205,114 @@ class UnitSchedule:
 
     # ---------------------------------------------------------------- backward
 
-    def begin_backward(self, forward: ForwardPass | None = None) -> None:
-        """A hook of a backward pass fires, the first one or a later one.
-
-        Args:
-            forward: the pass on whose output the hook is.
-        """
-        # Hooks on outputs fire in the outermost pass, those of parameters also in one inside a reentrant checkpoint.
-        this = None if forward is None else backward_id()
-        if self.phase is Phase.BACKWARD and None not in (this, self._backward_id) and this != self._backward_id:
+    def root_pre_backward(self, forward: ForwardPass | None = None) -> None:
+        """A hook of a backward pass fires, the first one or a later one. Hooks on outputs name the forward pass that
+        they belong to."""
+        # Hooks on outputs fire in the outermost backward pass, those of parameters also in one inside a reentrant
+        # checkpoint: only the former tell which pass is running.
+        running = None if forward is None else backward_id()
+        if self.phase is Phase.BACKWARD and None not in (running, self._backward_id) and running != self._backward_id:
             self.settle()  # the one before raised
         if self.phase is not Phase.BACKWARD:
             self._begin_backward()
-            self._backward_id = this
+            self._backward_id = running
         if forward is not None and not backward_keeps_graph():
             forward.spent = True
 
     def _begin_backward(self) -> None:
-        if self.phase is Phase.FORWARD:
-            self.end_forward(keep_last=True)  # a backward inside the root's forward, or a forward without the root
-        queue_end_of_backward(self.end_backward)
-        # Which of them this one goes through is not known before its end.
+        logger.debug("backward begins")
+        if self.phase is Phase.FORWARD:  # a backward inside the root's forward, or a forward without the root
+            self.root_post_forward(backward_follows=True)
+        queue_end_of_backward(self.root_post_backward)
+        # Where several forwards wait for their backward, the end of this one tells which of them it went through.
         coming = [forward for forward in self._passes if not forward.spent]
-        # Under reentrant checkpointing a unit used twice gets its gradient in pieces; it is complete at the end only.
-        self._hold_reductions = len(coming) != 1 or coming[0].repeated
-        self._orderly = not self._hold_reductions and coming[0].orderly
+        self._in_order = len(coming) == 1 and coming[0].in_order
         self._place = len(self.cyclic)
         self._next_reduce = 0
         for unit in self.units:
-            unit.expect_gradients(once=all(unit not in forward.again for forward in coming))
+            unit.expect_gradients(each_once=all(unit not in forward.again for forward in coming))
         self._begin_round(Phase.BACKWARD)
 
-    def need_for_backward(self, unit: Unit, forward: ForwardPass) -> None:
-        """The gradient of a boundary's output is there: its own backward comes next."""
-        self.begin_backward(forward)
-        if self._orderly and not unit.pinned:
-            place = self._forward_order[unit]
+    def pre_backward(self, unit: Unit, forward: ForwardPass) -> None:
+        """The gradient of a boundary's output is there: the boundary's own backward comes next."""
+        logger.debug("pre_backward %s", unit)
+        self.root_pre_backward(forward)
+        if self._in_order and not unit.pinned:
+            place = self._place_of[unit]
             if place > self._place:
-                return  # its turn is over: this output is an earlier unit's too, handed through
+                return  # its turn is over: an earlier unit has handed this output through
             self._place = place
             for later in self.cyclic[place + 1 :]:
                 later.expect_no_more_gradients()
-            self._launch_reductions(only_complete=True)
+            self._launch_complete_reductions()
         self._need(unit)
 
-    def take_gradient(self, unit: Unit, pack: Pack, dp: DedicatedParam) -> None:
+    def post_accumulate_grad(self, unit: Unit, dp: DedicatedParam) -> None:
         """Autograd has accumulated a gradient into ``dp.param.grad``."""
-        self.begin_backward()
-        unit.add_gradient(pack, dp)
-        if unit.gradients_complete and not self._hold_reductions:
-            self._launch_reductions(only_complete=True)
+        self.root_pre_backward()
+        unit.pack_gradient(dp)
+        if unit.gradients_complete and self._in_order:
+            self._launch_complete_reductions()
 
-    def _launch_reductions(self, only_complete: bool) -> None:
-        if not self.sync_gradients:
-            return
-        while self._next_reduce < len(self.reduce_order):
-            unit = self.reduce_order[self._next_reduce]
-            if only_complete and not unit.gradients_complete:
-                return
-            self._next_reduce += 1
-            unit.launch_reduce()
-            self.has_gradients = True
-            self._in_flight.append((unit, self.all_reduce_gradients))
-            self._advance_stages(leave=_MAX_REDUCTIONS_IN_FLIGHT)
-
-    def _advance_stages(self, leave: int) -> None:
-        """Let all but the last ``leave`` units in each stage go on to the next one."""
-        if len(self._in_flight) <= leave and len(self._staged) <= leave:
-            return
-        if self.phase is Phase.BACKWARD and not self._orderly and self._cursor < len(self.cyclic):
-            return  # another rank may need an unshard from here before it can send what would be waited for
-        with self.lanes.side_stream("reduce"):
-            while len(self._in_flight) > leave:
-                unit, sent_on = self._in_flight.popleft()
-                while unit in self._staged:  # its last gradient must be gone before the next is added up
-                    self._staged.popleft().finish_stages()
-                unit.finish_shard_stage()
-                if unit.travelling and sent_on:
-                    unit.launch_replicate_stage()
-                    self._staged.append(unit)
-            while len(self._staged) > leave:
-                self._staged.popleft().finish_stages()
-
-    def end_backward(self) -> None:
+    def root_post_backward(self) -> None:
         """Autograd has finished the backward pass."""
+        logger.debug("backward ends")
         self._finish_round(self.cyclic[::-1])
-        self._launch_reductions(only_complete=False)
+        for unit in self.reduce_order:
+            unit.expect_no_more_gradients()
+        self._launch_complete_reductions()
         self.phase = Phase.IDLE
         self._release_all()
         for unit in self.units:
             unit.expect_gradients()
 
-    # ---------------------------------------------------------------- between passes
+    # ---------------------------------------------------------------- the gradients' way to their owners
+
+    def _launch_complete_reductions(self) -> None:
+        """Collective. Reduce the units whose turn it is and whose gradients are complete."""
+        while self.sync_gradients and self._next_reduce < len(self.reduce_order):
+            unit = self.reduce_order[self._next_reduce]
+            if not unit.gradients_complete:
+                return
+            logger.debug("reduce %s", unit)
+            self._next_reduce += 1
+            self._reductions.append(unit.launch_reduce(goes_on=self.all_reduce_gradients))
+            self.has_gradients = True
+            with self.lanes.side_stream("reduce") if self.lanes.staged else contextlib.nullcontext():
+                self._advance(leave=_MAX_REDUCTIONS_IN_FLIGHT)
+
+    def _in_stage(self, stage: Stage) -> list[Reduction]:
+        return [reduction for reduction in self._reductions if reduction.stage is stage]
+
+    def _advance(self, leave: int) -> None:
+        """Let all but the youngest ``leave`` reductions of each stage go on to the next stage."""
+        while len(in_stage := self._in_stage(Stage.SHARD)) > leave:
+            reduction, unit = in_stage[0], in_stage[0].unit
+            while any(other.unit is unit for other in self._in_stage(Stage.REPLICATE)):
+                self._finish_oldest()  # the unit's last sums must be gone before the next are added up
+            unit.finish_shard_stage(reduction, self.divide_factor)
+            if reduction.goes_on and self.lanes.staged:
+                reduction.stage, reduction.pending = Stage.REPLICATE, unit.launch_replicate_stage()
+            else:
+                self._reductions.remove(reduction)
+        while len(self._in_stage(Stage.REPLICATE)) > leave:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        oldest = self._in_stage(Stage.REPLICATE)[0]
+        oldest.unit.finish_replicate_stage(oldest.pending)
+        self._reductions.remove(oldest)
 
     def collect_gradients(self) -> None:
         """Collective with more than one stage. Every launched reduction goes on to its owner, beside the compute
-        stream: a piece's ``wait_gradient`` waits for the rest of its way."""
+        stream: ``Piece.wait_gradient`` waits for the rest of its way."""
         self.settle()
-        with self.lanes.side_stream("reduce", always=True):
-            self._advance_stages(leave=0)
-            for unit in self.reduce_order:  # what passes without all_reduce_gradients have left behind
-                unit.launch_replicate_stage()
-            for unit in self.reduce_order:
-                unit.finish_stages()
+        with self.lanes.side_stream("reduce"):
+            self._advance(leave=0)
+            if self.lanes.staged:  # what passes without all_reduce_gradients have left behind
+                held = [unit for unit in self.reduce_order if unit.held is not None]
+                for unit, pending in [(unit, unit.launch_replicate_stage()) for unit in held]:
+                    unit.finish_replicate_stage(pending)
 
     def wait_gradients(self) -> None:
         """As :meth:`collect_gradients`; the current stream waits for all of them."""
@@ -315,16 +320,17 @@ class UnitSchedule:
         self.lanes.join("reduce")
 
     def invalidate_weights(self) -> None:
-        """The optimizer has changed the masters: nothing unsharded may be read again."""
+        """The masters are about to change, or have changed: nothing unsharded may be read again."""
         self._passes.clear()
         for unit in self.units:
-            unit.release(keep=False)
+            unit.reshard()
 
     def drop_gradients(self) -> None:
-        """``zero_grad``: forget every gradient, and whatever an interrupted pass has left."""
+        """``zero_grad``: forget every gradient, and what an interrupted pass has left."""
         self.settle()
-        self._in_flight.clear()
-        self._staged.clear()
+        for reduction in self._reductions:
+            reduction.pending.wait()
+        self._reductions.clear()
         self.has_gradients = False
         for unit in self.units:
             unit.drop_gradients()

@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ownership.classify import canonical_fqn
 from ..runtime.handle import find_runtime
-from ..runtime.param import DedicatedParam
 from ..transport import torch_private
-from ..transport.tensor_parallel import local_part
 
 InitFn = Callable[[str, torch.Tensor], None]
 
@@ -39,25 +37,18 @@ def materialize(model: nn.Module, init_fn: InitFn, device: torch.device | None =
             setattr(module, other_key, first.get_parameter(key))
     if runtime is not None:
         for unit in runtime.units:
-            for pack in unit.packs:
-                pack.allocate_masters()
-                for dp in pack.params:
-                    if any(piece.is_owned for piece in dp.pieces):
-                        # Initialised in float32 whatever the master's dtype, as an eager build would be.
-                        full = torch.empty(dp.shape, dtype=torch.float32, device=device)
-                        init_fn(dp.fqn, full)
-                        _fill_masters(dp, full)
+            unit.allocate_masters()
+            for dp in unit.params:
+                owned = [piece for piece in dp.pieces if piece.is_owned]
+                if owned:
+                    # Initialised in float32 whatever the master's dtype, as an eager build would be.
+                    whole = torch.empty(dp.shape, dtype=torch.float32, device=device)
+                    init_fn(dp.fqn, whole)
+                for piece in owned:
+                    piece.master.copy_(piece.of(whole))
         runtime.materialised = True
-        runtime.publish()
+        runtime.refresh_and_publish()
     initialize_undedicated(model, init_fn)
-
-
-def _fill_masters(dp: DedicatedParam, full: torch.Tensor) -> None:
-    if dp.spec.route == "sharded_adamw":
-        full = local_part(full, dp.tp_dim, dp.tp_column, dp.tp_columns)
-    for piece in dp.pieces:
-        if piece.is_owned:
-            piece.master.copy_(full if piece.is_whole else full[piece.start : piece.stop])
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

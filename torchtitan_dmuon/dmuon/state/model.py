@@ -177,7 +177,7 @@ def publish_weights(model: nn.Module) -> None:
     """After owned masters were changed in place: let the next forward see them. Nothing without dedication."""
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.publish()
+        runtime.refresh_and_publish()
 
 
 def get_optimizer_state_dict(

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from ..runtime.param import Piece
-from ..transport.tensor_parallel import chunk_bounds
 
 
 def logical_tensors(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -21,8 +20,7 @@ def logical_tensors(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tenso
     count) is one for all parts."""
     parts: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
     for piece, tensor in tensors.items():
-        if piece.numel or piece.is_whole:  # nothing is ever updated on a rank without rows, not even a step count
-            parts[piece.fqn].append((piece, tensor))
+        parts[piece.fqn].append((piece, tensor))
     logical = {}
     for fqn, found in parts.items():
         piece, tensor = found[0]
@@ -41,9 +39,6 @@ def logical_tensors(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tenso
 def _offset(piece: Piece, tensor: torch.Tensor) -> tuple[int, ...]:
     """Where a piece's tensor begins in that of its parameter."""
     begin = [piece.start] + [0] * (len(piece.shape) - 1)
-    dp = piece.dp
-    if piece.spec.route == "sharded_adamw" and dp.tp_dim is not None:
-        begin[dp.tp_dim] += chunk_bounds(dp.shape[dp.tp_dim], dp.tp_columns)[dp.tp_column][0]
     offset = [first if own == cut else 0 for own, cut, first in zip(tensor.shape, piece.shape, begin, strict=False)]
     return tuple(offset + [0] * (tensor.ndim - len(offset)))
 

@@ -1,4 +1,4 @@
-"""Where this rank stands in the replicate x shard x tp mesh, and the process groups of the lanes."""
+"""The replicate x shard x tp grid of ranks, and the lanes between them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ LANES = ("unshard", "reduce", "reduce_replicate", "reduce_tp", "publish_replicat
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks among which matrices are owned: a grid of slots, counted replicate-major.
+    """The ranks among which weights are owned: a grid of slots, counted replicate-major. In a (2, 4, 1) grid slot 5 is
+    at replicate 1, shard 1, tp 0.
 
     Attributes:
         device: where masters, buffers and gradients live.
-        shape: (replicate, shard, tp) sizes; 1 where there is no such dimension.
+        shape: (replicate, shard, tp) sizes; 1 where the mesh has no such dimension.
         coordinate: this rank's place in the grid.
         ranks: global rank of every slot.
     """
@@ -40,7 +41,10 @@ class Grid:
 
     @property
     def slot(self) -> int:
-        replicate, shard, tp = self.coordinate
+        """This rank's slot."""
+        return self.slot_at(*self.coordinate)
+
+    def slot_at(self, replicate: int, shard: int, tp: int) -> int:
         return (replicate * self.shape[1] + shard) * self.shape[2] + tp
 
     def coordinate_of(self, slot: int) -> tuple[int, int, int]:
@@ -51,8 +55,8 @@ class Grid:
 
 @dataclass
 class Lanes:
-    """One lane per purpose. Weights travel publish_tp, publish_replicate, unshard; gradients reduce,
-    reduce_replicate, reduce_tp. A lane whose mesh dimension does not exist is ``None``."""
+    """One lane for each purpose; ``None`` where the mesh has no such dimension. Weights travel over publish_tp,
+    publish_replicate and unshard, gradients over reduce, reduce_replicate and reduce_tp."""
 
     unshard: Lane
     reduce: Lane
@@ -73,15 +77,14 @@ class Lanes:
 
     @property
     def staged(self) -> bool:
-        """Gradients and weights travel in more than one stage."""
+        """Gradients and weights travel in more than one stage: there are replicas or tensor-parallel columns."""
         return self.reduce_replicate is not None or self.reduce_tp is not None
 
     @contextlib.contextmanager
-    def side_stream(self, name: str, always: bool = False) -> Iterator[None]:
-        """Run device work of later stages beside the compute stream, so that waiting for an earlier stage does not
-        hold up computation. On entry it waits for what is queued now. On CPU, and with one stage unless ``always``,
-        nothing changes."""
-        if not (self.staged or always) or self.unshard.device.type != "cuda":
+    def side_stream(self, name: str) -> Iterator[None]:
+        """Run the device work inside on a stream of its own, which first waits for the work that is queued now. Waiting
+        for a collective there does not hold up computation. On the CPU this changes nothing."""
+        if self.unshard.device.type != "cuda":
             yield
             return
         if name not in self._streams:
@@ -98,7 +101,7 @@ class Lanes:
 
 
 def build_grid(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> Grid:
-    """Read the 1-D meshes. Collective (small objects) when there is more than one.
+    """The grid of the 1-D meshes. Collective (small objects) when there is more than one mesh.
 
     Raises:
         ValueError: a mesh that is not 1-D, does not hold this rank, or is on another kind of device.
@@ -138,8 +141,9 @@ def build_lanes(
     grid: Grid,
     policy: str,
 ) -> Lanes:
-    """Collective when ``policy`` is ``isolated``: own groups with the same ranks, timeout and options as the meshes',
-    so that nothing the trainer sends can get between. ``shared`` uses the meshes' groups."""
+    """The lanes over the meshes' ranks. With ``policy`` ``isolated`` (collective) every lane gets a process group of
+    its own, with the ranks, timeout and options of the mesh's, so that nothing that the trainer sends can come between.
+    ``shared`` uses the meshes' groups."""
 
     def lane(name: str, part: DeviceMesh | None) -> Lane | None:
         if part is None or (part is not mesh and part.size() == 1):

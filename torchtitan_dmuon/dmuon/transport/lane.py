@@ -1,27 +1,26 @@
 """Ordered asynchronous channels between ranks.
 
-A lane is one process group used for one purpose, so that everything on it happens in the order in which it was
-launched, on every rank, whatever else the trainer sends elsewhere. Collectives are asynchronous: on CUDA a launch
-waits (on the device) for the work queued so far on the current stream and ``wait`` makes the current stream wait; on
-CPU ``wait`` blocks the host.
+A lane is one process group that serves one purpose. Every rank launches the same collectives on it in the same order,
+whatever else the trainer sends elsewhere. Collectives are asynchronous. On CUDA a launch waits, on the device, for the
+work queued so far on the current stream, and ``Pending.wait`` makes the current stream wait for the collective. On the
+CPU ``Pending.wait`` blocks the host.
 
-What goes to or comes from several owners at once (``broadcast``, ``reduce``) is one all-gather or reduce-scatter of
-uneven parts over NCCL, which so uses both directions of every link and reads and writes the owners' buffers itself.
-Other backends have no uneven parts: there it is one broadcast or reduce after the other, and copies.
+``broadcast`` and ``reduce`` carry segments of several owners at once. NCCL does this by one all-gather or
+reduce-scatter of uneven parts, which uses both directions of every link and reads and writes the owners' own buffers.
+Other backends have no uneven parts: there each segment is one broadcast or one reduce, and buffers are copied.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .torch_private import backend_name
 
-Segment = tuple[torch.Tensor, int]  # and the rank, within the lane, that it comes from or goes to
+Segment = tuple[torch.Tensor, int]  # a tensor, and the rank within the lane that sends (or receives) it
 
 
 class Pending:
@@ -29,17 +28,17 @@ class Pending:
 
     Args:
         works: the collectives.
-        tensors: what they read and write, to be kept until they have finished.
-        copies: (to, from), made when they have finished.
+        tensors: buffers that the collectives read and write; they are kept alive until ``wait``.
+        copies: (to, from) pairs that ``wait`` copies once the collectives have finished.
     """
 
     def __init__(
         self,
-        works: list[dist.Work],
+        works: Sequence[dist.Work] = (),
         tensors: Iterable[torch.Tensor] = (),
         copies: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
-        self._works = works
+        self._works = list(works)
         self._tensors = list(tensors)
         self._copies = list(copies)
 
@@ -47,27 +46,12 @@ class Pending:
         for work in self._works:
             work.wait()
         for tensor in self._tensors:
-            if tensor.is_cuda:  # it may have been made on another stream than this one, which knows when they are done
+            # The allocator knows only the stream that made a tensor; the current one uses it from here on.
+            if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())
         for to, origin in self._copies:
             to.copy_(origin)
         self._works, self._tensors, self._copies = [], [], []
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One collective as it is planned.
-
-    Attributes:
-        lane: the name of its lane.
-        payload_bytes: size of the buffer handed to it: the larger one where input and output differ, and what is sent
-            in an exchange.
-        sent_bytes: what leaves a rank. Of an exchange, this rank; else the average over the group.
-    """
-
-    lane: str
-    payload_bytes: int
-    sent_bytes: float
 
 
 class Lane:
@@ -75,8 +59,8 @@ class Lane:
 
     Args:
         name: ``unshard``, ``reduce``, ...; used in messages.
-        group: its members, this rank among them.
-        device: where the tensors it carries live.
+        group: its members; this rank is one of them.
+        device: where the tensors live that the lane carries.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -88,62 +72,64 @@ class Lane:
         self._uneven = backend_name(group, device) == "nccl"
 
     def broadcast(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
-        """Collective. Each ``(tensor, source)`` is filled from the rank ``source`` of this group: there from the next
-        tensor of ``own``, or it holds its values already."""
-        segments, held, own = self._with_own(segments, own)
+        """Collective. Rank r sends every segment ``(tensor, r)``; the tensor is filled on all other ranks.
+
+        Args:
+            segments: the same ranks and sizes in the same order on every rank.
+            own: buffers with the values of this rank's segments, in their order. Default: the segments hold them.
+        """
+        segments, mine, own = self._with_own(segments, own)
         if self.size > 1 and self._uneven:
-            return Pending(
-                [
-                    dist.all_gather(parts, part, group=self.group, async_op=True)
-                    if whole is None
-                    else dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
-                    for parts, whole, part in self._rounds(segments, own)
-                ],
-                own,
-            )
-        for to, origin in zip(held, own, strict=True):
+            works = [
+                dist.all_gather(parts, part, group=self.group, async_op=True)
+                if whole is None
+                else dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
+                for parts, whole, part in self._rounds(segments, own)
+            ]
+            return Pending(works, own)
+        for to, origin in zip(mine, own, strict=True):
             if to is not origin:
                 to.copy_(origin)
-        if self.size == 1:
-            return Pending([])
-        return Pending(
-            [dist.broadcast(t, group=self.group, group_src=rank, async_op=True) for t, rank in segments if t.numel()]
-        )
+        sent = [(t, rank) for t, rank in segments if t.numel()] if self.size > 1 else []
+        return Pending([dist.broadcast(t, group=self.group, group_src=rank, async_op=True) for t, rank in sent])
 
     def reduce(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
-        """Collective. Each ``(tensor, destination)`` is summed onto the rank ``destination`` of this group: there into
-        the next tensor of ``own``, or in place. All other tensors are undefined afterwards."""
-        segments, held, own = self._with_own(segments, own)
-        tensors = [*own, *(tensor for tensor, _ in segments)]
+        """Collective. Rank r receives the sum over the ranks of every segment ``(tensor, r)``. All other tensors are
+        undefined afterwards.
+
+        Args:
+            segments: as in :meth:`broadcast`.
+            own: buffers that receive this rank's sums. Default: the segments themselves.
+        """
+        segments, mine, own = self._with_own(segments, own)
+        used = [*own, *(tensor for tensor, _ in segments)]
         if self.size > 1 and self._uneven:
-            return Pending(
-                [
-                    dist.reduce_scatter(part, parts, group=self.group, async_op=True)
-                    if whole is None
-                    else dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
-                    for parts, whole, part in self._rounds(segments, own)
-                ],
-                tensors,
-            )
-        works = []
-        if self.size > 1:
-            works = [dist.reduce(t, group=self.group, group_dst=r, async_op=True) for t, r in segments if t.numel()]
-        copies = [(to, origin) for to, origin in zip(own, held, strict=True) if to is not origin]
-        return Pending(works, tensors, copies)
+            works = [
+                dist.reduce_scatter(part, parts, group=self.group, async_op=True)
+                if whole is None
+                else dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
+                for parts, whole, part in self._rounds(segments, own)
+            ]
+            return Pending(works, used)
+        sent = [(t, rank) for t, rank in segments if t.numel()] if self.size > 1 else []
+        works = [dist.reduce(t, group=self.group, group_dst=rank, async_op=True) for t, rank in sent]
+        return Pending(works, used, [(to, t) for to, t in zip(own, mine, strict=True) if to is not t])
 
     def _with_own(
         self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None
     ) -> tuple[list[Segment], list[torch.Tensor], Sequence[torch.Tensor]]:
-        """(the segments, this rank's among them, ``own``, by default these)."""
+        """(the segments, this rank's among them, ``own`` or its default)."""
         segments = list(segments)
-        held = [tensor for tensor, rank in segments if rank == self.rank]
-        return segments, held, held if own is None else own
+        mine = [tensor for tensor, rank in segments if rank == self.rank]
+        return segments, mine, mine if own is None else own
 
     def _rounds(
         self, segments: Sequence[Segment], own: Sequence[torch.Tensor]
     ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]]:
-        """The segments in as few rounds as there are of one rank: (every rank's part, all of them as one view where
-        that is possible, this rank's of ``own``). Empty where a rank has none."""
+        """(one part of every rank, the parts as one view or None, this rank's part of ``own``) for each collective.
+
+        A rank with three segments needs three rounds; a rank without a segment left gives an empty part.
+        """
         of_rank: dict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor, rank in segments:
             of_rank[rank].append(tensor)
@@ -156,42 +142,21 @@ class Lane:
     def exchange(
         self, output: torch.Tensor, output_sizes: list[int], sent: torch.Tensor, sent_sizes: list[int]
     ) -> Pending:
-        """Collective. Rank i gets the i-th of ``sent_sizes`` consecutive elements of ``sent``; what comes from rank i
-        goes to the i-th of ``output_sizes``."""
+        """Collective. Rank i receives the i-th run of ``sent_sizes`` elements of ``sent``; the elements that come from
+        rank i fill the i-th run of ``output_sizes`` elements of ``output``."""
         work = dist.all_to_all_single(output, sent, output_sizes, sent_sizes, group=self.group, async_op=True)
         return Pending([work], (sent,))
 
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Pending:
-        """Collective. ``output`` [size * n] gets every rank's ``part`` [n], in rank order."""
-        return Pending([dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)])
-
-    def reduce_scatter(self, output: torch.Tensor, parts: torch.Tensor) -> Pending:
-        """Collective. ``output`` [n] gets the sum of this rank's part of ``parts`` [size * n]."""
-        return Pending([dist.reduce_scatter_tensor(output, parts, group=self.group, async_op=True)], (output, parts))
-
-    def launch_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Collective. Sum ``tensor`` in place over the group."""
-        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)])
-
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Collective, in place; ordered after what was launched on this lane before. Returns ``tensor``."""
+        """Collective, in place; ordered after the earlier launches on this lane. Returns ``tensor``."""
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
-    def plan(self, payload_bytes: int, passes: int = 1) -> Transfer:
-        """A collective at its least cost. Broadcast, reduce, all-gather and reduce-scatter move each byte to (or from)
-        every other rank once; an all-reduce takes two ``passes``."""
-        return Transfer(self.name, payload_bytes, passes * payload_bytes * (self.size - 1) / self.size)
-
-    def plan_exchange(self, sent_bytes: list[int]) -> Transfer:
-        """An ``exchange`` that sends so many bytes to each rank."""
-        return Transfer(self.name, sum(sent_bytes), sum(sent_bytes) - sent_bytes[self.rank])
-
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One view of parts of one size that follow each other in one storage, or ``None``. The same on every rank, since
-    it looks at offsets and not at addresses."""
+    """One view over parts of one size that follow each other in one storage, else None. All ranks decide alike, because
+    offsets decide, and not addresses."""
     first, size = parts[0], parts[0].numel()
     storage = first.untyped_storage().data_ptr()
     for index, part in enumerate(parts):
@@ -202,6 +167,6 @@ def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _unlike(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts, of which not all have one shape: those PyTorch would first copy into a tensor of its own, which nobody
-    could keep until the stream that waits has passed the collective."""
+    """The parts, the first with another shape than the rest. PyTorch copies parts of one shape into a tensor of its
+    own, and nobody could keep that tensor alive until the waiting stream has passed the collective."""
     return [parts[0].view(1, parts[0].numel()), *parts[1:]]

@@ -1,0 +1,19 @@
+"""How a gradient gets into a packed buffer of another dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from .select import triton_passes
+
+
+def copy(into: torch.Tensor, grad: torch.Tensor) -> None:
+    passes = triton_passes(into.device)
+    if passes is None or not passes.accumulate(into, grad, False):
+        into.copy_(grad)
+
+
+def add(into: torch.Tensor, grad: torch.Tensor) -> None:
+    passes = triton_passes(into.device)
+    if passes is None or not passes.accumulate(into, grad, True):
+        into.add_(grad)
