@@ -1,6 +1,15 @@
 """Distributed Muon with dedicated ownership. The public names are listed in ``dmuon.py`` at the repository's root."""
 
 from .dedicate import dedicate_params
+from .extras.controls import (
+    get_dedicated_params,
+    get_owned_params,
+    ignored_params,
+    no_sync,
+    set_gradient_divide_factor,
+    set_requires_all_reduce,
+    set_timeout,
+)
 from .extras.qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
 from .extras.reports import (
     OwnershipRow,
@@ -24,15 +33,6 @@ from .optimizer.muon import Muon
 from .ownership.assignment import Assignment
 from .ownership.blocks import Block, BlockSplit, split_equal, split_heads, split_interleaved, split_sizes
 from .ownership.classify import Decision, canonical_fqn, classify
-from .runtime.handle import (
-    get_dedicated_params,
-    get_owned_params,
-    ignored_params,
-    no_sync,
-    set_gradient_divide_factor,
-    set_requires_all_reduce,
-    set_timeout,
-)
 from .runtime.param import DedicatedParam, Piece
 from .state.materialize import initialize_undedicated, materialize
 from .state.model import (

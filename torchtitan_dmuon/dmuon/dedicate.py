@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from .kernels.accumulate import add, copy
 from .kernels.newton_schulz import newton_schulz_flops
 from .ownership.assignment import Assignment, assign
 from .ownership.boundaries import hook_boundaries
-from .ownership.classify import canonical_fqn, classify
+from .ownership.classify import canonical_fqn
+from .ownership.decide import Decisions, Predicate, decide, select
 from .ownership.fused_weights import matrix_layouts
-from .ownership.policy import ParamSpec, boundary_dtypes, resolve_specs
+from .ownership.policy import resolve_specs
 from .ownership.runs import Run, cost_of, runs_of
 from .runtime.handle import RUNTIME_ATTRIBUTE, Runtime, refuse_copy
 from .runtime.hooks import register_hooks
@@ -29,34 +29,10 @@ from .runtime.schedule import UnitSchedule
 from .runtime.unit import Unit
 from .transport import torch_private
 from .transport.grid import GROUP_POLICIES, Grid, Lanes, build_grid, build_lanes
-from .transport.tensor_parallel import sharded_dim
 
 logger = logging.getLogger(__name__)
 
 MODES = ("z2", "z3")
-
-Predicate = Callable[[str, nn.Parameter], bool]
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """All that is decided about the selected parameters before ranks come in; by canonical name.
-
-    Attributes:
-        params, specs: in model order.
-        tp_mesh, tp_dims: the tensor-parallel mesh, and the dimension it shards of each parameter.
-        boundaries: name of the module at which each parameter's unit is hooked.
-        casts: (input, output) dtypes by boundary, in the order in which boundaries are registered.
-        skipped: why each other parameter is not dedicated.
-    """
-
-    params: dict[str, nn.Parameter]
-    specs: dict[str, ParamSpec]
-    tp_mesh: DeviceMesh | None
-    tp_dims: dict[str, int | None]
-    boundaries: dict[str, str]
-    casts: dict[str, tuple[torch.dtype | None, torch.dtype | None]]
-    skipped: dict[str, str]
 
 
 def dedicate_params(
@@ -111,11 +87,10 @@ def dedicate_params(
             before the first collective.
     """
     _check(model, mode, prefetch, process_group_policy)
-    selected, why, skipped = _select(model, predicate, reasons or {})
-    decided = _decide(
-        model, selected, why, skipped, tp_mesh, param_policy, route_hint_fn, hook_boundary_predicate,
-        strict_hook_boundary,
-    )  # fmt: skip
+    selection = select(model, predicate, reasons or {})
+    specs = resolve_specs(selection.params, selection.reasons, param_policy, route_hint_fn, matrix_layouts(model))
+    boundaries = hook_boundaries(model, selection.params, hook_boundary_predicate, strict_hook_boundary)
+    decided = decide(model, selection, specs, boundaries, tp_mesh)
     grid = build_grid(mesh, replicate_mesh, decided.tp_mesh)
     runs = {fqn: runs_of(spec, decided.tp_dims[fqn], grid.shape) for fqn, spec in decided.specs.items()}
     costs = [
@@ -127,7 +102,7 @@ def dedicate_params(
     lanes = build_lanes(mesh, replicate_mesh, decided.tp_mesh, grid, process_group_policy)
     units = _build_units(model, decided, params, grid, lanes)
     schedule = UnitSchedule(units, lanes, mode == "z2", prefetch, divide_factor=float(grid.shape[0] * grid.shape[1]))
-    runtime = Runtime(model, units, lanes, grid, assignment, schedule, decided.skipped, replicate_async)
+    runtime = Runtime(model, units, lanes, grid, assignment, schedule, selection.skipped, replicate_async)
     _take_over(runtime)
     register_hooks(model, schedule)
     _attach(model, runtime)
@@ -160,56 +135,6 @@ def _check(model: nn.Module, mode: str, prefetch: int, process_group_policy: str
     for name, param in model.named_parameters():
         if torch_private.is_dedicated(param):
             raise RuntimeError(f"dedicate_params was already called on another module that holds {name}; call it once")
-
-
-def _select(
-    model: nn.Module, predicate: Predicate | None, told: Mapping[str, str]
-) -> tuple[dict[str, nn.Parameter], dict[str, str], dict[str, str]]:
-    """(selected, why selected, why not), each by canonical name."""
-    named = {canonical_fqn(name): param for name, param in model.named_parameters()}
-    if predicate is None:
-        decisions = classify(model)
-        selected = {name: param for name, param in named.items() if decisions[name].muon}
-        reasons = {name: decision.reason for name, decision in decisions.items()}
-        advice = "pass a predicate"
-    else:
-        selected = {name: param for name, param in named.items() if predicate(name, param)}
-        reasons = {name: "predicate" if name in selected else "not in the predicate" for name in named}
-        advice = "check it against the names of model.named_parameters()"
-    if not selected:
-        raise ValueError(f"no parameter of {type(model).__name__} was selected for an owner; {advice}")
-    reasons |= {name: reason for name, reason in told.items() if name in named}
-    return selected, reasons, {name: reason for name, reason in reasons.items() if name not in selected}
-
-
-def _decide(
-    model: nn.Module,
-    selected: dict[str, nn.Parameter],
-    why: Mapping[str, str],
-    skipped: dict[str, str],
-    tp_mesh: DeviceMesh | None,
-    param_policy: Mapping[str, Any] | None,
-    route_hint_fn: Callable[[str, nn.Parameter], str | None] | None,
-    accept_boundary: Callable[[str, nn.Module], bool] | None,
-    strict_boundary: bool,
-) -> Decisions:
-    on_meta = [fqn for fqn, param in selected.items() if param.is_meta]
-    if on_meta and len(on_meta) < len(selected):
-        raise ValueError(
-            f"some selected parameters, as {on_meta[0]}, are on meta and some are not: build all of them alike"
-        )
-    if tp_mesh is None:  # that of the first DTensor; the others are checked against it
-        tp_mesh = next((param.device_mesh for param in selected.values() if isinstance(param, DTensor)), None)
-    tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
-    specs = resolve_specs(selected, why, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = hook_boundaries(model, selected, accept_boundary, strict_boundary)
-    used = set(boundaries.values())
-    casts = {
-        name: boundary_dtypes(name, [specs[fqn] for fqn in specs if boundaries[fqn] == name])
-        for name, _ in model.named_modules()
-        if name in used
-    }
-    return Decisions(selected, specs, tp_mesh, tp_dims, boundaries, casts, skipped)
 
 
 # -------------------------------------------------------------------- build and take over

@@ -1,21 +1,18 @@
-"""What users ask of a dedicated model, and the object behind it."""
+"""The result of dedicating a model, and how it is found from the model."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..ownership.assignment import Assignment
 from ..ownership.classify import canonical_fqn
-from ..transport import torch_private
 from ..transport.grid import Grid, Lanes
-from .param import DedicatedParam, Piece
+from .param import Piece
 from .schedule import UnitSchedule
 from .unit import Unit
 
@@ -23,7 +20,7 @@ RUNTIME_ATTRIBUTE = "_dmuon_runtime"
 
 
 class Runtime:
-    """The result of dedicating one model. Users reach it through the functions of this module.
+    """The result of dedicating one model. Users reach it through ``extras/controls.py``.
 
     Attributes:
         units: in forward order.
@@ -171,60 +168,3 @@ def runtime_of(model: nn.Module) -> Runtime:
     if runtime is not None:
         return runtime
     raise RuntimeError(f"{type(model).__name__} has no dedicated parameters: call dmuon.dedicate_params first")
-
-
-def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
-    """Every dedicated parameter, in ``named_parameters`` order, the same list on every rank."""
-    return list(runtime_of(model).params)
-
-
-def get_owned_params(model: nn.Module, rank: int | None = None) -> list[Piece]:
-    """The pieces that global ``rank`` (default: this one) owns, in ``named_parameters`` order. A piece has the ``fqn``,
-    ``shape`` and ``numel`` of its parameter; of an expert stack or of shared rows, those of the rank's part."""
-    rank = dist.get_rank() if rank is None else rank
-    return [piece for dp in runtime_of(model).params for piece in dp.pieces if piece.owner_rank == rank]
-
-
-def ignored_params(model: nn.Module) -> set[nn.Parameter]:
-    """The dedicated parameters, for ``fully_shard(..., ignored_params=...)``."""
-    return {dp.param for dp in runtime_of(model).params}
-
-
-def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
-    """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks, also in the FSDP2 modules
-    that the model has by now. 1.0 leaves sums, for a loss already divided by the global number of tokens."""
-    if not factor > 0:
-        raise ValueError(f"factor must be positive, got {factor}")
-    runtime_of(model).schedule.divide_factor = float(factor)
-    torch_private.set_fsdp_divide_factor(model, float(factor))
-
-
-def set_timeout(model: nn.Module, timeout: timedelta) -> None:
-    """Change the timeout of DMuon's own process groups."""
-    for lane in runtime_of(model).lanes.all:
-        torch_private.set_group_timeout(lane.group, lane.device, timeout)
-
-
-def set_requires_all_reduce(model: nn.Module, required: bool) -> None:
-    """Whether the next backward passes send gradients beyond the shard dimension (to other replicas and to
-    tensor-parallel owners), as FSDP2's method of the same name, which is set too. Pass ``False`` for all but the last
-    micro-batch of an accumulation; ``step`` and clipping send on what has been left."""
-    runtime_of(model).schedule.all_reduce_gradients = required
-    torch_private.set_fsdp_requires_all_reduce(model, required)
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally, without any reduction, for dedicated and for FSDP2 parameters. The first backward
-    outside reduces the accumulated gradients. Holds one full unsharded gradient per rank."""
-    schedule = runtime_of(model).schedule
-    if not schedule.sync_gradients:  # inside another no_sync, which will end it
-        yield
-        return
-    schedule.sync_gradients = False
-    torch_private.set_fsdp_gradient_sync(model, False)
-    try:
-        yield
-    finally:
-        schedule.sync_gradients = True
-        torch_private.set_fsdp_gradient_sync(model, True)
