@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .guards import guard
 from .kernels.accumulate import add, copy
 from .kernels.newton_schulz import newton_schulz_flops
 from .ownership.assignment import Assignment, assign
@@ -22,7 +22,7 @@ from .ownership.decide import Decisions, Predicate, decide, select
 from .ownership.fused_weights import matrix_layouts
 from .ownership.policy import resolve_specs
 from .ownership.runs import Run, cost_of, runs_of
-from .runtime.handle import RUNTIME_ATTRIBUTE, Runtime, refuse_copy
+from .runtime.handle import RUNTIME_ATTRIBUTE, Runtime
 from .runtime.hooks import register_hooks
 from .runtime.param import DedicatedParam
 from .runtime.schedule import UnitSchedule
@@ -91,6 +91,7 @@ def dedicate_params(
     specs = resolve_specs(selection.params, selection.reasons, param_policy, route_hint_fn, matrix_layouts(model))
     boundaries = hook_boundaries(model, selection.params, hook_boundary_predicate, strict_hook_boundary)
     decided = decide(model, selection, specs, boundaries, tp_mesh)
+    torch_private.teach_fully_shard_to_skip_dedicated()
     grid = build_grid(mesh, replicate_mesh, decided.tp_mesh)
     runs = {fqn: runs_of(spec, decided.tp_dims[fqn], grid.shape) for fqn, spec in decided.specs.items()}
     costs = [
@@ -105,7 +106,8 @@ def dedicate_params(
     runtime = Runtime(model, units, lanes, grid, assignment, schedule, selection.skipped, replicate_async)
     _take_over(runtime)
     register_hooks(model, schedule)
-    _attach(model, runtime)
+    vars(model)[RUNTIME_ATTRIBUTE] = runtime
+    guard(model, runtime)
     loads = ", ".join(f"{load:.3f}" for load in assignment.loads)
     logger.info(
         "dedicate_params: %d params assigned to %d ranks, imbalance=%.1f%%, loads=[%s]",
@@ -114,7 +116,7 @@ def dedicate_params(
     return assignment
 
 
-# -------------------------------------------------------------------- check and decide: no rank, no device
+# -------------------------------------------------------------------- check
 
 
 def _check(model: nn.Module, mode: str, prefetch: int, process_group_policy: str) -> None:
@@ -196,28 +198,3 @@ def _replace(dp: DedicatedParam, view: torch.Tensor) -> None:
         # Unlike .data, this can change meta into a real device, and the Parameter stays the same object.
         torch.utils.swap_tensors(dp.param, nn.Parameter(shown, requires_grad=dp.param.requires_grad))
     vars(dp.param)[torch_private.OWNER_MARKER] = dp.owner_rank
-
-
-def _attach(model: nn.Module, runtime: Runtime) -> None:
-    """Tie the runtime to the model, and guard what PyTorch's own methods would do to dedicated parameters."""
-    torch_private.teach_fully_shard_to_skip_dedicated()
-    vars(model)[RUNTIME_ATTRIBUTE] = runtime
-    torch_private.guard_apply(model, lambda: runtime.may_move)
-    model.register_state_dict_pre_hook(_refuse_state_dict)
-    for module in model.modules():
-        if any(map(torch_private.is_dedicated, module.parameters())):
-            vars(module)["__deepcopy__"] = functools.partial(refuse_copy, type(module).__name__)
-    vars(model)["zero_grad"] = functools.partial(_zero_grad, model, runtime)
-
-
-def _zero_grad(model: nn.Module, runtime: Runtime, set_to_none: bool = True) -> None:
-    """``model.zero_grad()``, for loops that do not call the optimizer's: the owners' gradients go, too."""
-    runtime.zero_grad()
-    type(model).zero_grad(model, set_to_none)
-
-
-def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    raise RuntimeError(
-        "state_dict() of a model with dedicated parameters would hold placeholders (NaN): use "
-        "dmuon.get_model_state_dict(model)"
-    )

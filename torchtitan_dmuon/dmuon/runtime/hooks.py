@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nested import map_tensors, tensors_in
 from ..transport.torch_private import arrived
-from .containers import map_tensors, tensors_in
 from .param import DedicatedParam
 from .schedule import Phase, UnitSchedule
 from .unit import Unit

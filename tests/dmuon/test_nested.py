@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from torchtitan_dmuon.dmuon.runtime.hooks import map_tensors, tensors_in
+from torchtitan_dmuon.dmuon.nested import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
