@@ -1,4 +1,4 @@
-"""Who owns what: balance, purity, spread (scenario 21)."""
+"""Who owns what: balance, purity, spread (behaviour 21 of docs/design)."""
 
 import random
 
