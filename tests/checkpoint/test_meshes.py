@@ -1,5 +1,5 @@
 """A checkpoint of any mesh goes on on any other: state bitwise, the next step to 1e-6, and on its own mesh bitwise
-(scenarios 15 to 17)."""
+(behaviours 15 to 17 of docs/design)."""
 
 import itertools
 

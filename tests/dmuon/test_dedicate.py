@@ -117,7 +117,7 @@ def test_parameters_look_right_at_all_times(rank, world):
 
 @distributed(world=2)
 def test_frozen_parameters(rank, world):
-    """Scenario 12: inside the predicate, never reduced, unchanged, in checkpoints."""
+    """Behaviour 12 of docs/design: inside the predicate, never reduced, unchanged, in checkpoints."""
     model = ToyModel()
     for name, param in model.named_parameters():
         if name.startswith("layers.1.") or name.endswith("q_proj.weight"):

@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 os.environ["DMUON_TEST_DEVICE"] = "cuda"  # read where the harness is imported
 
-from tests.dmuon import test_lanes, test_meshes, test_muon, test_schedule, test_state_dict
+from tests.dmuon.optimizer import test_muon
+from tests.dmuon.runtime import test_schedule
+from tests.dmuon.state import test_model
+from tests.dmuon.transport import test_grid, test_lane
 from tests.gpu.test_delays import slow_reductions_change_nothing, train_with_delays
 from tests.support.harness import assert_same
 
@@ -38,27 +41,27 @@ def scenarios() -> dict[str, Callable[[int, int], None]]:
     def add(name: str, body: Callable[..., None], **kwargs: object) -> None:
         chosen[name] = lambda rank, world: body(rank, world, **kwargs)
 
-    for case in test_lanes.SEGMENTS:
+    for case in test_lane.SEGMENTS:
         for in_place in (True, False):
-            add(f"lanes, {case}, {'in place' if in_place else 'to buffers'}", test_lanes.carries, case=case,
+            add(f"lanes, {case}, {'in place' if in_place else 'to buffers'}", test_lane.carries, case=case,
                 in_place=in_place)  # fmt: skip
     for mode in ("z2", "z3"):
         add(f"1 five steps, {mode}", test_muon.test_five_steps_equal_one_process.body, mode=mode)
         for mesh in MESHES:
-            body = test_meshes.test_three_steps_equal_one_process.body
+            body = test_grid.test_three_steps_equal_one_process.body
             add(f"3, 4 three steps, {mesh}, {mode}", body, mesh=mesh, mode=mode)
         for steps in (0, 2, 3):
             add(f"7 accumulation, no_sync {steps}, {mode}", test_schedule.test_accumulation.body, mode=mode,
                 no_sync_steps=steps)  # fmt: skip
         add(f"13 zero_grad forgets, {mode}", test_schedule.test_zero_grad_forgets_the_batch.body, mode=mode)
         for precision in ("fp32", "bf16"):
-            body = test_state_dict.test_restart_is_bitwise.body
+            body = test_model.test_restart_is_bitwise.body
             add(f"15 restart, {precision}, {mode}", body, mode=mode, precision=precision)
-    add("2 z2 equals z3 bitwise", test_meshes.test_z2_equals_z3_bitwise.body)
+    add("2 z2 equals z3 bitwise", test_grid.test_z2_equals_z3_bitwise.body)
     for mesh in MESHES:
         add(
             f"6 asynchronous equals synchronous, {mesh}",
-            test_meshes.test_asynchronous_publish_is_bitwise.body,
+            test_grid.test_asynchronous_publish_is_bitwise.body,
             mesh=mesh,
         )
         add(f"slow reductions, {mesh}", slow_reductions_change_nothing, mesh=MESHES[mesh])
@@ -72,8 +75,8 @@ def main() -> int:
     torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     world = dist.get_world_size()
-    test_meshes.MESHES.clear()
-    test_meshes.MESHES.update(MESHES)
+    test_grid.MESHES.clear()
+    test_grid.MESHES.update(MESHES)
     failed, chosen = 0, scenarios()
     if words := sys.argv[1:]:
         chosen = {name: body for name, body in chosen.items() if any(word in name for word in words)}

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-# Polar Express at safety 1.05, five steps, written out from the table of facts/muon_math.md.
+# Polar Express at safety 1.05, five steps, written out from the table of docs/design/formulas.md.
 _RAW = [
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),

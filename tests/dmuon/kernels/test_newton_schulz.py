@@ -1,4 +1,4 @@
-"""Both forms of Newton-Schulz against the scalar polynomials and a float64 computation (scenario 24)."""
+"""Both forms of Newton-Schulz against scalar polynomials and a float64 computation (behaviour 24 of docs/design)."""
 
 import importlib
 import math
@@ -13,7 +13,7 @@ from torchtitan_dmuon.dmuon.kernels.newton_schulz import newton_schulz_flops
 from torchtitan_dmuon.dmuon.kernels.select import TorchKernel
 
 KJ = (3.4445, -4.7750, 2.0315)
-# Written out from facts/muon_math.md.
+# Written out from docs/design/formulas.md.
 TRIPLES = {
     "kj": [KJ] * 5,
     "you": [

@@ -1,4 +1,4 @@
-"""Norms and clipping over dedicated and FSDP2 gradients, against one process (scenario 14)."""
+"""Norms and clipping over dedicated and FSDP2 gradients, against one process (behaviour 14 of docs/design)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Semantic parameter groups (scenario 20)."""
+"""Semantic parameter groups (behaviour 20 of docs/design)."""
 
 import pytest
 import torch

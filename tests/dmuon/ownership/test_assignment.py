@@ -1,4 +1,4 @@
-"""Who owns what: balance, purity, spread (scenario 21)."""
+"""Who owns what: balance, purity, spread (behaviour 21 of docs/design)."""
 
 import random
 
@@ -98,6 +98,46 @@ def test_never_worse_than_list_scheduling(seed):
     ]
     flops = assign(costs, slots).flops
     assert max(flops) <= sum(flops) / slots + (1 - 1 / slots) * max(cost.flops for cost in costs) + 1e-9
+
+
+def minimum_over_all_slots(costs, slots):
+    """The rule of ``assign`` word by word: for each piece in its turn the best of all slots."""
+    flops, size, of_unit, owner = [0] * slots, [0] * slots, {}, {}
+    for cost in sorted(costs, key=lambda cost: (-cost.flops, -cost.bytes)):
+        load = flops if cost.flops else size
+
+        def rank_of(slot, cost=cost, load=load):
+            return load[slot], of_unit.get((cost.unit, slot), 0), size[slot], slot
+
+        slot = owner[cost.fqn] = min(range(slots), key=rank_of)
+        flops[slot] += cost.flops
+        size[slot] += cost.bytes
+        of_unit[cost.unit, slot] = of_unit.get((cost.unit, slot), 0) + cost.bytes
+    return owner
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_piece_goes_to_the_best_of_all_slots(seed):
+    """Few different costs, so that most choices are between equal loads; empty pieces; units that come back."""
+    rng = random.Random(seed)
+    slots, units = rng.randint(1, 24), rng.choice([1, 3, 20, 200])
+    kinds = [(rng.choice([0, 1, 2, 3]), rng.choice([0, 1, 2, 5])) for _ in range(rng.randint(1, 6))]
+    costs = [MatrixCost(f"p{i}", f"u{rng.randrange(units)}", *rng.choice(kinds)) for i in range(rng.randint(1, 300))]
+    if seed % 2:  # as in a model, where the pieces of a unit follow each other
+        costs.sort(key=lambda cost: cost.unit)
+    assert assign(costs, slots).owner == minimum_over_all_slots(costs, slots)
+
+
+def test_thirty_thousand_pieces_on_1024_ranks():
+    """256 experts in three stacks beside seven matrices, 39 times: the busiest owner has 1% more work than the mean."""
+    experts = costs_of({f"w{i}[{e}]": (2048, 4096) for i in range(3) for e in range(256)}, 39)
+    costs = [*experts, *costs_of(LLAMA_8B, 39)]
+    assignment = assign(costs, 1024)
+    assert len(costs) == 30225 and min(assignment.counts) >= 1
+    assert max(assignment.flops) * 1024 / sum(assignment.flops) <= 1.01
+    for layer in range(39):
+        owners = {assignment.owner[cost.fqn] for cost in experts if cost.unit == f"layers.{layer}"}
+        assert len(owners) == 3 * 256  # every expert of a unit has an owner of its own
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 4])

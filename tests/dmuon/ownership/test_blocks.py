@@ -95,7 +95,7 @@ def parts(name, shape):
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
 @distributed(world=4)
 def test_blocks_equal_separate_parameters(rank, world, mesh, scale):
-    """Momentum, scale and Newton-Schulz of each block by itself (known bugs Megatron 4731, 7117, 5961)."""
+    """Momentum, scale and Newton-Schulz of each block by itself (public faults: Megatron-LM 4731, 7117, 5961)."""
     model, optimizer = build(world, mesh=mesh, muon={**HYPER, "scale": scale}, param_policy=POLICY)
     columns = mesh[2] if mesh else 1
     train(model, optimizer, 3, rank // columns)

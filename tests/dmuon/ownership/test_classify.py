@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from dmuon import classify
 from models import get_model_args, get_model_spec
 from tests.support.oracle import ToyModel
-from torchtitan_dmuon.dmuon.ownership.classify import block_of, canonical_fqn
+from torchtitan_dmuon.dmuon.ownership.classify import canonical_fqn, layer_of
 
 
 def muon_names(model, **options):
@@ -51,7 +51,7 @@ def test_llama3(tie):
 
 
 class Zoo(nn.Module):
-    """One block of everything that must not be a matrix for Muon, beside four that are."""
+    """One layer of everything that must not be a matrix for Muon, beside four that are."""
 
     class TopKRouter(nn.Linear):
         pass
@@ -63,37 +63,37 @@ class Zoo(nn.Module):
 
     def __init__(self):
         super().__init__()
-        block = nn.Module()
-        block.proj = nn.Linear(128, 256)
-        block.square = nn.Linear(128, 128, bias=False)
-        block.thin = nn.Linear(256, 127, bias=False)
-        block.conv = nn.Conv1d(256, 256, 4, groups=256)
-        block.dense_conv = nn.Conv2d(256, 256, 1)
-        block.norm = nn.LayerNorm(128)
-        block.positions = nn.Embedding(256, 128)
-        block.tied = nn.Linear(128, 256, bias=False)
-        block.tied.weight = block.positions.weight
-        block.mlp = nn.Module()
-        block.mlp.gate = nn.Linear(128, 256)
-        block.mlp.experts = nn.Module()
-        block.shared = nn.Module()
-        block.shared.gate = nn.Linear(128, 256, bias=False)
-        block.shared.shared_expert = nn.Module()
-        block.glu = nn.Module()  # gated, without experts: nothing is routed
-        block.glu.gate = nn.Linear(128, 256, bias=False)
-        block.glu.up = nn.Linear(128, 256, bias=False)
-        block.moe = nn.Module()
-        block.moe.router = nn.Module()
-        block.moe.router.gate = nn.Linear(128, 256, bias=False)
-        block.moe.choose = self.TopKRouter(128, 256, bias=False)
-        block.moe.switch = self.SwitchRouter()
-        block.router = nn.Linear(128, 256, bias=False)
-        block.experts = nn.Module()
-        block.experts.w1 = nn.Parameter(torch.empty(4, 256, 128))
-        block.experts.w1_bias = nn.Parameter(torch.empty(256, 128))
-        block.A_log = nn.Parameter(torch.empty(1, 1, 256, 256))
-        block.scalar = nn.Parameter(torch.empty(()))
-        self.layers = nn.ModuleList([block])
+        layer = nn.Module()
+        layer.proj = nn.Linear(128, 256)
+        layer.square = nn.Linear(128, 128, bias=False)
+        layer.thin = nn.Linear(256, 127, bias=False)
+        layer.conv = nn.Conv1d(256, 256, 4, groups=256)
+        layer.dense_conv = nn.Conv2d(256, 256, 1)
+        layer.norm = nn.LayerNorm(128)
+        layer.positions = nn.Embedding(256, 128)
+        layer.tied = nn.Linear(128, 256, bias=False)
+        layer.tied.weight = layer.positions.weight
+        layer.mlp = nn.Module()
+        layer.mlp.gate = nn.Linear(128, 256)
+        layer.mlp.experts = nn.Module()
+        layer.shared = nn.Module()
+        layer.shared.gate = nn.Linear(128, 256, bias=False)
+        layer.shared.shared_expert = nn.Module()
+        layer.glu = nn.Module()  # gated, without experts: nothing is routed
+        layer.glu.gate = nn.Linear(128, 256, bias=False)
+        layer.glu.up = nn.Linear(128, 256, bias=False)
+        layer.moe = nn.Module()
+        layer.moe.router = nn.Module()
+        layer.moe.router.gate = nn.Linear(128, 256, bias=False)
+        layer.moe.choose = self.TopKRouter(128, 256, bias=False)
+        layer.moe.switch = self.SwitchRouter()
+        layer.router = nn.Linear(128, 256, bias=False)
+        layer.experts = nn.Module()
+        layer.experts.w1 = nn.Parameter(torch.empty(4, 256, 128))
+        layer.experts.w1_bias = nn.Parameter(torch.empty(256, 128))
+        layer.A_log = nn.Parameter(torch.empty(1, 1, 256, 256))
+        layer.scalar = nn.Parameter(torch.empty(()))
+        self.layers = nn.ModuleList([layer])
         self.projector = nn.Linear(256, 256)
 
 
@@ -206,13 +206,13 @@ HF_MODELS = [
 
 
 @pytest.mark.parametrize(
-    ("build", "blocks", "leaves", "tied"), HF_MODELS, ids=lambda value: getattr(value, "__name__", "")
+    ("build", "layers", "leaves", "tied"), HF_MODELS, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_huggingface(build, blocks, leaves, tied):
+def test_huggingface(build, layers, leaves, tied):
     model = build_on_meta(build)
     if tied:
         model.tie_weights()  # building on meta may untie
-    expected = {f"{blocks}.{i}.{leaf}" + ("" if "experts" in leaf else ".weight") for i in range(2) for leaf in leaves}
+    expected = {f"{layers}.{i}.{leaf}" + ("" if "experts" in leaf else ".weight") for i in range(2) for leaf in leaves}
     assert set(muon_names(model)) == expected
     decisions = classify(model)
     assert list(decisions) == [name for name, _ in model.named_parameters()]
@@ -227,7 +227,7 @@ def test_huggingface(build, blocks, leaves, tied):
         assert decisions["lm_head.weight"].reason == "embedding or head"
 
 
-def test_an_output_head_inside_a_block_is_known_by_the_models_own_word():
+def test_an_output_head_inside_a_layer_is_known_by_the_models_own_word():
     """``get_output_embeddings`` is HuggingFace's interface; a headless model raises from it."""
 
     class Headed(nn.Module):
@@ -283,14 +283,14 @@ def test_canonical_names():
 def test_renaming_shows_in_the_decisions():
     """torchtitan 3356: by a pattern of names, a renamed matrix went to AdamW without a word."""
 
-    def block(attribute):
+    def layer(attribute):
         module = nn.Module()
         module.register_module(attribute, nn.Linear(128, 128, bias=False))
         return module
 
     def model(attribute):
         root = nn.Module()
-        root.layers = nn.ModuleList([block(attribute)])
+        root.layers = nn.ModuleList([layer(attribute)])
         return root
 
     assert muon_names(model("q_proj")) == ["layers.0.q_proj.weight"]
@@ -313,7 +313,7 @@ def test_a_shared_matrix_is_listed_once():
     assert "layers.1.q_proj.weight" not in decisions and decisions["layers.0.q_proj.weight"].muon
 
 
-# ------------------------------------------------------------------ blocks
+# ------------------------------------------------------------------ layers
 
 
 class Nested(nn.Module):
@@ -321,10 +321,10 @@ class Nested(nn.Module):
         super().__init__()
         attn = nn.Module()
         attn.heads = nn.ModuleList([nn.Linear(2, 2)])
-        block = nn.Module()
-        block.attn = attn
-        block.mlp = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
-        self.layers = nn.ModuleList([block, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+        layer = nn.Module()
+        layer.attn = attn
+        layer.mlp = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
+        self.layers = nn.ModuleList([layer, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
         self.stages = nn.ModuleDict({"0": nn.Linear(2, 2), "last": nn.Sequential(nn.Linear(2, 2))})
         self.stack = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         self.inner = nn.Module()
@@ -333,7 +333,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "block"),
+    ("module", "layer"),
     [
         ("", None),
         ("head", None),
@@ -350,33 +350,33 @@ class Nested(nn.Module):
         ("inner.layers.0", "inner.layers.0"),
     ],
 )
-def test_block_of(module, block):
-    assert block_of(Nested(), module) == block
+def test_layer_of(module, layer):
+    assert layer_of(Nested(), module) == layer
 
 
-def test_block_of_names_the_wrapper():
+def test_layer_of_names_the_wrapper():
     """The hook boundary is what the parent calls: the wrapper, by the name ``named_modules`` has for it."""
     model = Nested()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
-    assert block_of(model, "layers.0._checkpoint_wrapped_module.attn") == "layers.0"
-    assert block_of(torch.compile(model), "_orig_mod.layers.0._checkpoint_wrapped_module") == "_orig_mod.layers.0"
+    assert layer_of(model, "layers.0._checkpoint_wrapped_module.attn") == "layers.0"
+    assert layer_of(torch.compile(model), "_orig_mod.layers.0._checkpoint_wrapped_module") == "_orig_mod.layers.0"
 
 
 def nano_gpt(container):
-    """karpathy's layout: the blocks' ModuleList is itself an element of a ModuleDict."""
+    """karpathy's layout: the layers' ModuleList is itself an element of a ModuleDict."""
     model = nn.Module()
-    block = nn.Module()
-    block.c_fc = nn.Linear(128, 256)
-    parts = {"wte": nn.Embedding(16, 128), "h": nn.ModuleList([block]), "ln_f": nn.LayerNorm(128)}
+    layer = nn.Module()
+    layer.c_fc = nn.Linear(128, 256)
+    parts = {"wte": nn.Embedding(16, 128), "h": nn.ModuleList([layer]), "ln_f": nn.LayerNorm(128)}
     model.transformer = nn.ModuleDict(parts) if container is nn.ModuleDict else nn.ModuleList(parts.values())
     model.lm_head = nn.Linear(128, 256)
     return model
 
 
 @pytest.mark.parametrize(("container", "stack"), [(nn.ModuleDict, "transformer.h"), (nn.ModuleList, "transformer.1")])
-def test_a_bare_container_is_no_block(container, stack):
+def test_a_bare_container_is_no_layer(container, stack):
     """ModuleList and ModuleDict have no forward, so a unit hooked there would never be entered."""
     model = nano_gpt(container)
-    assert block_of(model, f"{stack}.0.c_fc") == f"{stack}.0"
-    assert block_of(model, f"{stack}.0") == f"{stack}.0"
+    assert layer_of(model, f"{stack}.0.c_fc") == f"{stack}.0"
+    assert layer_of(model, f"{stack}.0") == f"{stack}.0"
     assert muon_names(model) == [f"{stack}.0.c_fc.weight"]

@@ -1,4 +1,4 @@
-"""Heads among blocks: the default predicate finds the repeated blocks wherever a model keeps its head."""
+"""Heads among layers: the default predicate finds the repeated layers wherever a model keeps its head."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.dmuon.ownership.test_classify import build_on_meta, muon_names
 
 
 class MLP(nn.Module):
-    """A block whose layers are a Sequential, as many write it."""
+    """A layer whose linear modules are a Sequential, as many write it."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Head(nn.Module):
 
 
 class Extra(nn.Module):
-    """A further head as a block, like Medusa's: a residual layer, then as many rows as there are tokens."""
+    """A further head as a layer, like Medusa's: a residual linear, then as many rows as there are tokens."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def parts(**modules):
 
 
 def head():
-    return nn.Linear(128, 500)  # no wider than a block's hidden layer may be
+    return nn.Linear(128, 500)  # no wider than a layer's hidden side may be
 
 
 def tokens(vocabulary=500):
@@ -72,7 +72,7 @@ LAYOUTS = {
         lambda: parts(transformer=nn.ModuleDict({"wte": tokens(), "blocks": nn.ModuleList([MLP()]), "out": Head()})),
         ["transformer.blocks.0"],
     ),
-    "parts in a dict, blocks a Sequential of one": (
+    "parts in a dict, layers a Sequential of one": (
         lambda: nn.ModuleDict({"wte": tokens(), "blocks": nn.Sequential(MLP()), "head": head()}),
         ["blocks.0"],
     ),
@@ -99,11 +99,11 @@ LAYOUTS = {
         ["layers.0"],
     ),
     # torchtitan
-    "a dict of blocks": (
+    "a dict of layers": (
         lambda: parts(wte=tokens(), layers=nn.ModuleDict({"0": MLP(), "1": MLP()})),
         ["layers.0", "layers.1"],
     ),
-    "a dict of one block": (lambda: parts(layers=nn.ModuleDict({"0": MLP()}), output=head()), ["layers.0"]),
+    "a dict of one layer": (lambda: parts(layers=nn.ModuleDict({"0": MLP()}), output=head()), ["layers.0"]),
     "hybrid": (lambda: parts(layers=nn.ModuleList([MLP(), Mixer(), Mixer()])), ["layers.0", "layers.1", "layers.2"]),
     "hybrid in a dict": (lambda: parts(layers=nn.ModuleDict({"0": MLP(), "1": Mixer()})), ["layers.0", "layers.1"]),
     "hybrid as parts": (lambda: nn.ModuleList([tokens(), MLP(), MLP(), Head()]), ["1", "2"]),
@@ -111,7 +111,7 @@ LAYOUTS = {
         lambda: parts(stages=nn.ModuleList([nn.ModuleList([MLP()]), nn.ModuleList([Mixer()])])),
         ["stages.0.0", "stages.1.0"],
     ),
-    "experts in a block": (
+    "experts in a layer": (
         lambda: parts(layers=nn.ModuleList([parts(experts=nn.ModuleList([MLP(), MLP()]))])),
         ["layers.0.experts.0", "layers.0.experts.1"],
     ),
@@ -123,13 +123,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_is_no_block_wherever_it_stands(layout):
-    build, blocks = LAYOUTS[layout]
+def test_a_head_is_no_layer_wherever_it_stands(layout):
+    build, layers = LAYOUTS[layout]
     leaves = [""] if layout == "a Sequential of Sequentials" else [".mlp.0", ".mlp.2"]
-    assert muon_names(build_on_meta(build)) == [f"{block}{leaf}.weight" for block in blocks for leaf in leaves]
+    assert muon_names(build_on_meta(build)) == [f"{layer}{leaf}.weight" for layer in layers for leaf in leaves]
 
 
-def test_a_layer_shaped_like_the_embedding_is_a_head_in_a_block_too():
+def test_a_weight_shaped_like_the_embedding_is_a_head_in_a_layer_too():
     def build(vocabulary):
         further = nn.ModuleList([Extra(), Extra()])
         return parts(wte=tokens(vocabulary), layers=nn.ModuleList([MLP()]), further=further)
@@ -141,5 +141,5 @@ def test_a_layer_shaped_like_the_embedding_is_a_head_in_a_block_too():
     # As wide, but from another dimension (DeepSeek's kv_b_proj with 32768 tokens).
     lifting = parts(wte=tokens(1000), layers=nn.ModuleList([parts(down=nn.Linear(128, 160), up=nn.Linear(160, 1000))]))
     assert muon_names(lifting) == ["layers.0.down.weight", "layers.0.up.weight"]
-    # A vocabulary as small as the hidden layer of a block says nothing about it.
+    # A vocabulary as small as the hidden side of a layer says nothing about it.
     assert "layers.0.mlp.0.weight" in muon_names(build_on_meta(lambda: build(256)))

@@ -65,6 +65,8 @@ CASES = {
     ),
     "glm4": (("Glm4", GROUPED), {"mlp.gate_up_proj": (0, HALVES)}),
     "gpt_neox": (("GPTNeoX", BASE), {"attention.query_key_value": (0, HEADS)}),
+    "gpt_neox japanese": (("GPTNeoXJapanese", BASE), {"attention.query_key_value": (0, HEADS)}),
+    "persimmon": (("Persimmon", BASE), {"self_attn.query_key_value": (0, HEADS)}),
     "bloom": (("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}),
               {"self_attention.query_key_value": (0, HEADS)}),
     "falcon old": (

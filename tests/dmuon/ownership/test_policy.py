@@ -393,7 +393,7 @@ def test_nearest():
     assert nearest("zzz", ("route", "param_dtype")) == ""
 
 
-# ------------------------------------------------------------------ dtypes of one boundary (scenario 19)
+# ----------------------------------------------------------------- dtypes of one boundary (behaviour 19 of docs/design)
 
 
 def spec(fqn, **values):

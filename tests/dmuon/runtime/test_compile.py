@@ -1,5 +1,5 @@
 """``torch.compile`` on every block, before dedication: the numbers of eager, one graph, nothing recompiled
-(scenario 25).
+(behaviour 25 of docs/design).
 
 Compiled blocks are entered through the ``OptimizedModule`` around them, so hooks run outside the graphs, and the
 parameters a graph reads are views whose memory comes and goes.

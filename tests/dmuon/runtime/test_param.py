@@ -1,4 +1,4 @@
-"""Declared dtypes hold (scenario 19), and packed buffers come and go."""
+"""Declared dtypes hold (behaviour 19 of docs/design), and packed buffers come and go."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """Whatever the forwards and backwards of a step are, in whatever models, the gradients are those of one process
-(scenario 9)."""
+(behaviour 9 of docs/design)."""
 
 import dataclasses
 

@@ -255,7 +255,7 @@ def test_the_seeds_cover_what_can_be_drawn():
 @distributed(world=2, timeout=60)
 def test_one_rank_leaves_out_layers_of_a_deep_model(rank, world, prefetch):
     """A rank that never completes a unit must not keep the others from launching the weights it waits for, and a rank
-    that uses no layer at all must launch the weights of the others before it waits for gradients (scenario 11)."""
+    that uses no layer at all must launch the weights of the others before it waits for gradients (behaviour 11)."""
     for layers, left_out in ((8, {7}), (8, {4}), (4, {0, 1, 2, 3})):
         oracle = Drawn(layers)
         model, _ = build(world, Drawn(layers), shard=False, prefetch=prefetch)

@@ -73,7 +73,7 @@ def test_tied_embedding_and_head(rank, world):
     assert model.lm_head.weight is model.embed.weight
 
 
-# ------------------------------------------------------------------ accumulation (scenario 7)
+# ------------------------------------------------------------------ accumulation (behaviour 7 of docs/design)
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])
@@ -100,7 +100,7 @@ def test_accumulation(rank, world, mode, no_sync_steps):
     assert_same(full_weights(model), weights_of(oracle), atol=2e-6)
 
 
-# ------------------------------------------------------------------ checkpointing is bitwise (scenario 10)
+# --------------------------------------------------------------- checkpointing is bitwise (behaviour 10 of docs/design)
 
 
 class Recomputing(ToyModel):
@@ -136,7 +136,7 @@ def test_activation_checkpointing_is_bitwise(rank, world, mode):
         assert_same(result, results[0], atol=0, rtol=0)
 
 
-# ------------------------------------------------------------------ unused parameters (scenario 11)
+# ------------------------------------------------------------------ unused parameters (behaviour 11 of docs/design)
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])
@@ -184,7 +184,7 @@ def test_parameter_never_used_has_no_momentum(rank, world):
         assert optimizer.state[dp.param]["momentum_buffer"].any() == (not dp.fqn.startswith("layers.1."))
 
 
-# ------------------------------------------------------------------ nothing leaks (scenario 13)
+# ------------------------------------------------------------------ nothing leaks (behaviour 13 of docs/design)
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])

@@ -1,4 +1,4 @@
-"""Meta build and initialisation by name (scenario 18)."""
+"""Meta build and initialisation by name (behaviour 18 of docs/design)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""State by name: a restart continues bitwise (scenario 15)."""
+"""State by name: a restart continues bitwise (behaviour 15 of docs/design)."""
 
 import pytest
 import torch

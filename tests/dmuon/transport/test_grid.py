@@ -1,4 +1,4 @@
-"""Every mesh gives the result of one process: HSDP, tensor parallelism and both (scenarios 3 to 8)."""
+"""Every mesh gives the result of one process: HSDP, tensor parallelism and both (behaviours 3 to 8 of docs/design)."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_z2_equals_z3_bitwise(rank, world):
         assert_same(results[0][1], results[1][1], atol=0, rtol=0)
 
 
-# ------------------------------------------------------------------ routes (scenario 8)
+# ------------------------------------------------------------------ routes (behaviour 8 of docs/design)
 
 
 def all_routes(n, p):
@@ -203,7 +203,7 @@ def test_accumulation_on_every_route(rank, world, mesh):
 @pytest.mark.parametrize("mesh", ["shard 4", "2x2", "2x1x2"])
 @distributed(world=4, timeout=60)
 def test_unused_parameters_on_every_route(rank, world, mesh):
-    """A layer skipped everywhere, then on one data rank, then used again (scenario 11)."""
+    """A layer skipped everywhere, then on one data rank, then used again (behaviour 11 of docs/design)."""
     shape = MESHES[mesh]
     ranks = shape[0] * shape[1]
 
@@ -299,7 +299,7 @@ class ExpertOracle:
 @pytest.mark.parametrize("mesh", ["shard 4", "2x2", "4x1"])
 @distributed(world=4)
 def test_expert_stacks(rank, world, mesh):
-    """[E, m, n] equals E matrices; contiguous runs of experts have an owner each (known bugs Muon 60, marin 3902)."""
+    """[E, m, n] equals E matrices; runs of experts have an owner each (public faults: Muon 60, marin 3902)."""
     shape = MESHES[mesh]
     model, optimizer = build(world, ExpertModel(), lambda n, p: "experts" in n, mesh=shape)
     for dp in dmuon.get_dedicated_params(model):
@@ -312,7 +312,7 @@ def test_expert_stacks(rank, world, mesh):
     assert_same(full_weights(model), weights_of(oracle))
 
 
-# ------------------------------------------------------------------ process groups (scenario 22)
+# ------------------------------------------------------------------ process groups (behaviour 22 of docs/design)
 
 
 @pytest.mark.parametrize("policy", ["isolated", "shared"])

@@ -1,4 +1,4 @@
-"""Every private PyTorch name that ``fsdp2.py`` uses, by what it is for."""
+"""Every private PyTorch name that ``torch_private.py`` uses, by what it is for."""
 
 import contextlib
 import time

@@ -129,18 +129,17 @@ def _plain(value: Any) -> Any:
 
 
 def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
-    """What this rank communicates in one step (a forward, a backward, an optimizer step; every unit is called once),
-    and how even the owners' loads are. JSON-able; not collective. Only dedicated parameters count.
+    """The bytes that this rank communicates in one step (a forward, a backward and an optimizer step, every unit called
+    once), and how even the owners' loads are. JSON-able; not collective. Only dedicated parameters count.
 
     Returns:
         ``mode``: ``z2`` or ``z3``.
         ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
-        ``lanes``: for each of ``transport.grid.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
-            ``collectives`` (over NCCL those of one unit are sent as one), ``payload_bytes`` (the buffers handed to
-            them) and ``sent_bytes_per_rank`` (what leaves a rank, on average over the group; of the exchanges between
-            tensor-parallel columns, what leaves this one).
-            Ranks of one shard group agree on ``unshard`` and ``reduce``. The later stages carry only what this rank
-            is the source or the owner of, so they differ from rank to rank.
+        ``lanes``: for each of ``transport.grid.LANES``, zeros where nothing travels: ``ranks`` (size of its group),
+            ``collectives`` (NCCL sends those of one unit as one), ``payload_bytes`` (the buffers handed to them) and
+            ``sent_bytes_per_rank`` (leaving a rank on average over the group; of the exchanges between tensor-parallel
+            columns, leaving this rank). Ranks of one shard group agree on ``unshard`` and ``reduce``. The later stages
+            carry only what this rank is the source or the owner of, so they differ from rank to rank.
         ``owner_load``: ``max``, ``mean`` and ``max_over_mean`` over all owners, of optimizer ``flops`` per step and of
             ``bytes`` of master weights. Rows that every rank shares (``sharded_adamw``) are even and not in it.
     """

@@ -2,7 +2,7 @@
 
 Only the upper triangle of C is computed, tile by tile; each element above the diagonal is stored twice, at (p, q) and
 at (q, p), and each on it once. So C equals its transpose bit for bit, every element has one writer, and about half of
-the operations of a full product are done. Importing this module needs Triton; ``ns_backend`` decides whether to.
+the operations of a full product are done. Importing this module needs Triton; ``select.py`` decides whether to.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Which rank owns which matrix: longest-processing-time-first over all slots. Pure and the same on every process.
+"""Which rank owns which piece: the longest job first, each to the least loaded slot. Pure, the same on every process.
 
-The load that matters is the owner's Newton-Schulz work, so FLOPs come first; among equally loaded slots the
-matrices of one unit are spread over different owners, so that a unit's broadcasts and reductions start everywhere.
+The load of a slot is the Newton-Schulz work of its pieces. Among equally loaded slots the pieces of one unit go to
+different owners, so that the broadcasts and reductions of the unit start from many ranks at once.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """What owning one parameter costs: ``flops`` per optimizer step and ``bytes`` of master weight; ``unit`` is the
-    name of its hook boundary."""
+    """What one piece of a unit (``unit`` is the name of its hook boundary) costs its owner: ``flops`` of Newton-Schulz
+    per step, 0 for a frozen piece or AdamW's, and ``bytes`` of master weight."""
 
     fqn: str
     unit: str
@@ -24,36 +25,40 @@ class MatrixCost:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The result: parameter name -> owner slot, with the loads it makes.
+    """The owner of every piece, and the loads that follow from it.
 
     Attributes:
-        owner: canonical name -> slot (the rank in the flattened replicate x shard x tp order).
+        owner: name of a piece -> slot, the owner's rank in the flattened replicate x shard x tp order.
         flops: optimizer FLOPs per step of each slot.
         bytes: master-weight bytes of each slot.
-        counts: number of parameters of each slot.
+        counts: number of pieces of each slot.
     """
 
     owner: dict[str, int]
     flops: tuple[int, ...]
     bytes: tuple[int, ...]
-    counts: tuple[int, ...] = field(default=())
+    counts: tuple[int, ...] = ()
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Share of the whole optimizer work on each slot; the bytes count where there is no work at all."""
+        """Each slot's share of all optimizer FLOPs; its share of the bytes where no piece has any FLOPs."""
         values = self.flops if any(self.flops) else self.bytes
         total = sum(values) or 1
         return tuple(value / total for value in values)
 
     @property
     def imbalance(self) -> float:
-        """max / mean - 1 of the loads; 0.0 is perfect."""
+        """max / mean - 1 of the loads; 0.0 is perfect, 0.1 makes the busiest owner work 10% longer than the mean."""
         loads = self.loads
         return max(loads) * len(loads) - 1.0 if any(loads) else 0.0
 
 
 def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
-    """Give every parameter one owner among ``num_slots``.
+    """Give every piece one owner among ``num_slots`` slots.
+
+    Pieces with FLOPs come first, in falling order of FLOPs, then of bytes. Each goes to the slot of fewest FLOPs; among
+    equals to the one with the fewest bytes of the piece's unit, then with the fewest bytes, then to the lowest number.
+    Pieces without FLOPs follow, to the slot of fewest bytes, then with the fewest of the unit, then the lowest.
 
     Raises:
         ValueError: ``num_slots`` < 1 or a name given twice.
@@ -61,20 +66,52 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
     flops, size, counts = [0] * num_slots, [0] * num_slots, [0] * num_slots
-    unit_bytes: dict[str, list[int]] = defaultdict(lambda: [0] * num_slots)
+    unit_bytes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # unit -> slot -> bytes
     owner: dict[str, int] = {}
     # Python's sort is stable: equal costs keep the model's order, so every process gets the same result.
-    for cost in sorted(costs, key=lambda cost: (-cost.flops, -cost.bytes)):
-        if cost.fqn in owner:
-            raise ValueError(f"{cost.fqn} is listed twice")
-        in_unit = unit_bytes[cost.unit]
-        if cost.flops:
-            slot = min(range(num_slots), key=lambda s: (flops[s], in_unit[s], size[s], s))
-        else:  # frozen: it costs its owner memory only
-            slot = min(range(num_slots), key=lambda s: (size[s], in_unit[s], s))
-        owner[cost.fqn] = slot
-        flops[slot] += cost.flops
-        size[slot] += cost.bytes
-        in_unit[slot] += cost.bytes
-        counts[slot] += 1
+    order = sorted(costs, key=lambda cost: (-cost.flops, -cost.bytes))
+    for load, pieces in ((flops, [c for c in order if c.flops]), (size, [c for c in order if not c.flops])):
+        slots = _SlotQueue(load, size)
+        for cost in pieces:
+            if cost.fqn in owner:
+                raise ValueError(f"{cost.fqn} is listed twice")
+            in_unit = unit_bytes[cost.unit]
+            owner[cost.fqn] = slot = slots.pop(in_unit)
+            flops[slot] += cost.flops
+            size[slot] += cost.bytes
+            in_unit[slot] += cost.bytes
+            counts[slot] += 1
+            slots.push(slot)
     return Assignment({cost.fqn: owner[cost.fqn] for cost in costs}, tuple(flops), tuple(size), tuple(counts))
+
+
+class _SlotQueue:
+    """All slots in the order (load, bytes of one unit, bytes, number). A minimum over 1,024 slots for each of 30,000
+    pieces takes 5 s; two heaps take 0.2 s, since most pieces follow one of their own unit.
+
+    Args:
+        load, size: of each slot. Only a popped slot changes, before it is pushed back.
+    """
+
+    def __init__(self, load: Sequence[int], size: Sequence[int]) -> None:
+        self._load, self._size = load, size
+        self._in_unit: dict[int, int] = {}
+        self._inside: list[tuple[int, int, int, int]] = []  # slots that hold pieces of the last unit
+        self._outside: list[tuple[int, int, int, int]] = []  # the others, and some of those as if they held none
+        for slot in range(len(load)):
+            self.push(slot)
+
+    def push(self, slot: int) -> None:
+        heapq.heappush(self._outside, (self._load[slot], 0, self._size[slot], slot))
+
+    def pop(self, in_unit: dict[int, int]) -> int:
+        """Take out the first slot for a piece of the unit of which the slots hold ``in_unit`` bytes."""
+        if in_unit is not self._in_unit:
+            for *_, slot in self._inside:
+                self.push(slot)
+            self._in_unit, self._inside = in_unit, []
+        while self._outside and (slot := self._outside[0][-1]) in in_unit:
+            heapq.heappop(self._outside)
+            heapq.heappush(self._inside, (self._load[slot], in_unit[slot], self._size[slot], slot))
+        heap = min(filter(None, (self._outside, self._inside)), key=lambda heap: heap[0])
+        return heapq.heappop(heap)[-1]

@@ -1,7 +1,8 @@
 """The default predicate: which parameters of a model are matrices for Muon, and why the others are not.
 
-Decided on the unsharded model by module identity (what class holds the parameter, and where it stands), not by
-substrings of names. Pure: reads modules and shapes only.
+Decided on the unsharded model by module identity (which class holds the parameter, and where it stands), not by
+substrings of names. Pure: reads modules and shapes only. A *layer* is a repeated module of a model, such as
+``model.layers[3]``; in the reasons that users read it is called a block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# What wrappers put into a name; the canonical name of a parameter has none of them.
+# Wrappers put these parts into a name; the canonical name of a parameter has none of them.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -21,9 +22,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Newton-Schulz gains nothing on gates this thin (in_proj_ba, shared_expert_gate, LoRA factors, per-head gates).
 MIN_MATRIX_DIM = 128
 
-# A layer shaped like an embedding is a head wherever it stands, if the vocabulary is wider than this many times the
-# model: with a smaller one, the hidden layer of a block may have that shape.
-_WIDEST_BLOCK = 4
+# A weight shaped like an embedding is a head wherever it stands, if the vocabulary is more than so many times as large
+# as the model's width. Below that, the hidden weight of an MLP may have the same shape: [4 * 768, 768].
+_WIDEST_HIDDEN = 4
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,21 @@ def canonical_fqn(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def block_of(model: nn.Module, module_name: str) -> str | None:
-    """Name of the module at which the unit of ``module_name`` is hooked: the first ancestor (or the module itself) that
-    is an element of a ModuleList, ModuleDict or Sequential. ``None`` outside any. Whether such an element is a repeated
-    block or a head does not matter for that."""
-    module, prefix = model, []
-    for part in module_name.split(".") if module_name else []:
-        inside_container = isinstance(module, _CONTAINERS)
-        module = module.get_submodule(part)
-        prefix.append(part)
-        if inside_container and not is_bare_container(module):
-            return ".".join(prefix)
+def enclosing(module_name: str) -> list[str]:
+    """The names of a module and of those around it, up to the root's empty one: of ``a.b``, ``["a.b", "a", ""]``."""
+    parts = module_name.split(".") if module_name else []
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def layer_of(model: nn.Module, module_name: str) -> str | None:
+    """The outermost element of a ModuleList, ModuleDict or Sequential that is ``module_name`` or encloses it: where its
+    unit is hooked. A head that is such an element counts here, too. ``None`` outside any container."""
+    outer = model
+    for name in enclosing(module_name)[-2::-1]:
+        module = model.get_submodule(name)
+        if isinstance(outer, _CONTAINERS) and not is_bare_container(module):
+            return name
+        outer = module
     return None
 
 
@@ -63,10 +68,10 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
 
     Args:
         model: not yet sharded.
-        min_matrix_dim: the smaller side a matrix needs.
+        min_matrix_dim: matrices whose smaller side is below this are left out.
     """
     embeddings = _embedding_ids(model)
-    blocks = _repeated_blocks(model)
+    layers = _repeated_layers(model)
     embedding_shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     decisions: dict[str, Decision] = {}
     seen: set[int] = set()
@@ -79,43 +84,36 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
             if id(param) in embeddings or _is_shaped_like_a_head(param, embedding_shapes):
                 decision = Decision(False, "embedding or head")
             else:
-                decision = _decide(model, module_name, module, leaf, param, blocks, min_matrix_dim)
+                decision = _decide(model, module_name, leaf, layers, min_matrix_dim)
             decisions[canonical_fqn(name)] = decision
     return decisions
 
 
-def _decide(
-    model: nn.Module,
-    module_name: str,
-    module: nn.Module,
-    leaf: str,
-    param: nn.Parameter,
-    blocks: set[str],
-    min_matrix_dim: int,
-) -> Decision:
+def _decide(model: nn.Module, module_name: str, leaf: str, layers: set[str], min_matrix_dim: int) -> Decision:
+    module = model.get_submodule(module_name)
+    param = module.get_parameter(leaf)
     if param.ndim < 2:
         return Decision(False, f"{param.ndim}-D")
     is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
     if not is_linear and not is_expert_stack(module, param):
         return Decision(False, f"not the weight of a linear layer ({type(module).__name__}.{leaf})")
-    if not _is_inside(module_name, blocks):
+    if layers.isdisjoint(enclosing(module_name)):
         return Decision(False, "outside the repeated blocks")
-    if _is_router(model, module_name, module):
+    if _is_router(model, module_name):
         return Decision(False, "router")
     if min(param.shape[-2:]) < min_matrix_dim:
         return Decision(False, f"thin: smaller side {min(param.shape[-2:])} < {min_matrix_dim}")
     return Decision(True, f"{type(module).__name__} in a block")
 
 
-def _repeated_blocks(model: nn.Module) -> set[str]:
-    """Names of the modules that are layers of ``model``.
+def _repeated_layers(model: nn.Module) -> set[str]:
+    """Names of the layers of ``model``.
 
-    A block is an element of a container and holds its parameters in modules of its own: a linear layer that is itself
-    the element is a head or a projection as often as not (MusicGen's ``lm_heads`` are four in a ModuleList). Where all
-    elements of a ModuleList, or of a ModuleDict with numbers for keys, are of that kind, all of them are blocks: hybrid
-    models mix their classes. In other containers the parts of a model may stand beside each other (embedding, blocks,
-    head), and only what occurs twice is a block. A model without any such has one layer, if a container has one
-    candidate.
+    A layer is an element of a container and holds its parameters in modules of its own: a bare ``nn.Linear`` is a head
+    as often as a projection (MusicGen's ``lm_heads`` are four in a ModuleList). If all elements of a ModuleList, or of
+    a ModuleDict with numbers for keys, hold parameters so, all of them are layers, of whatever class: hybrid models mix
+    classes. In other containers the parts of a model may stand side by side (embedding, layers, head), and an element
+    is a layer only if another one is of its kind. Where that finds none, the only candidate of a container is one.
     """
     repeated, single = set(), set()
     for name, container in model.named_modules():
@@ -146,14 +144,14 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
 
 
 def _kind(module: nn.Module) -> object:
-    """What two blocks have in common: their class or, of a Sequential, which can be anything, all that is in it."""
+    """Equal for two modules of one kind: their class or, of a Sequential, which can be anything, all its content."""
     if type(module) is not nn.Sequential:
         return type(module)
     return tuple((type(each), *(param.shape for param in each.parameters(recurse=False))) for each in module.modules())
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """What is inside the wrappers of activation checkpointing, compile and FSDP around ``module``."""
+    """The module inside the wrappers of activation checkpointing, compile and FSDP around ``module``."""
     while inner := [child for name, child in module.named_children() if name in _WRAPPER_PARTS]:
         (module,) = inner
     return module
@@ -163,14 +161,9 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _is_inside(module_name: str, blocks: set[str]) -> bool:
-    parts = module_name.split(".")
-    return any(".".join(parts[:length]) in blocks for length in range(1, len(parts) + 1))
-
-
 def _is_shaped_like_a_head(param: nn.Parameter, embedding_shapes: set[torch.Size]) -> bool:
-    """Known so wherever it stands: Medusa's and DeepSeek's further heads are inside blocks."""
-    return param.shape in embedding_shapes and param.shape[0] > _WIDEST_BLOCK * param.shape[1]
+    """A head by its shape wherever it stands: Medusa's and DeepSeek's further heads are inside layers."""
+    return param.shape in embedding_shapes and param.shape[0] > _WIDEST_HIDDEN * param.shape[1]
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -179,20 +172,19 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_expert_stack(module: nn.Module, param: nn.Parameter) -> bool:
-    """A [E, m, n] parameter of a module that holds the experts of a layer."""
+    """A parameter [E, m, n] of a module that holds the experts of a layer, as [64, 1408, 2048]."""
     return type(module).__name__.endswith("Experts") and param.ndim == 3
 
 
-def _is_router(model: nn.Module, module_name: str, module: nn.Module) -> bool:
-    """A linear layer that scores experts: inside something called router, or a ``gate`` beside experts."""
+def _is_router(model: nn.Module, module_name: str) -> bool:
+    """A linear layer that scores experts: inside a module called router, or a ``gate`` beside experts."""
     parts = module_name.split(".")
     while parts[-1] in _WRAPPER_PARTS:
         parts.pop()
-    leaf = parts.pop()
-    parent = model.get_submodule(".".join(parts))
+    module, parent = model.get_submodule(module_name), model.get_submodule(".".join(parts[:-1]))
     if "router" in module_name.split(".") or any(type(m).__name__.endswith("Router") for m in (module, parent)):
         return True
-    return leaf == "gate" and any("expert" in name for name, _ in parent.named_children())
+    return parts[-1] == "gate" and any("expert" in name for name, _ in parent.named_children())
 
 
 def _embedding_ids(model: nn.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""Which route and which dtypes each dedicated parameter gets.
+"""Which route, dtypes and blocks each dedicated parameter gets.
 
 Pure functions of names, shapes and the user's rules: nothing here touches a device, a process group or a module.
 The rules come in two forms: ``param_policy`` (defaults plus ordered overrides) and ``route_hint_fn`` (route only).
@@ -37,13 +37,13 @@ class ParamSpec:
         master_dtype: dtype of the owner's weight.
         optim_dtype: dtype of the owner's optimizer state.
         output_dtype: floating outputs of the hook boundary are cast to it; ``None`` leaves them.
-        cast_forward_inputs: cast floating inputs of the boundary to ``param_dtype``; ``None`` means only when a
-            ``param_dtype`` was declared and the whole boundary shares it.
+        cast_forward_inputs: floating inputs of the boundary are cast to ``param_dtype``; ``None``: only if a rule
+            declared one ``param_dtype`` for the whole boundary.
         reason: why the parameter is dedicated, for the ownership table.
         declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
-        transposed: its matrices are stored [in, out] instead of [out, in], which some scales and NorMuon look at.
+        transposed: the matrices are stored [in, out] instead of [out, in]; some scales and NorMuon need to know.
         blocks: the matrices of a fused weight, each orthogonalised by itself; ``None`` for one. A rule may also give
-            a function of the shape, as ``split_heads(128)``.
+            a function of the shape, such as ``split_heads(128)``.
     """
 
     fqn: str
@@ -62,34 +62,22 @@ class ParamSpec:
     blocks: BlockSplit | None = None
 
 
-SETTABLE = (
-    "route",
-    "param_dtype",
-    "grad_dtype",
-    "master_dtype",
-    "optim_dtype",
-    "output_dtype",
-    "cast_forward_inputs",
-    "transposed",
-    "blocks",
-)
-_DTYPE_KEYS = tuple(key for key in SETTABLE if key.endswith("_dtype"))
+_DTYPE_KEYS = ("param_dtype", "grad_dtype", "master_dtype", "optim_dtype", "output_dtype")
+SETTABLE = ("route", *_DTYPE_KEYS, "cast_forward_inputs", "transposed", "blocks")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` or an empty string, to end an error message with."""
+    """The end of an error message: `` (did you mean 'x'?)``, or nothing if no known word is like ``word``."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """``re:...`` is a regular expression searched in the name; a pattern with ``*?[`` is a glob over the whole
-    name; anything else is a substring."""
+    """Whether a rule's pattern matches a name: ``re:...`` is a regular expression to search for, a pattern with one of
+    ``*?[`` a glob over the whole name, any other a substring."""
     if pattern.startswith("re:"):
         return re.search(pattern[3:], fqn) is not None
-    if any(char in pattern for char in "*?["):
-        return fnmatch.fnmatchcase(fqn, pattern)
-    return pattern in fqn
+    return fnmatch.fnmatchcase(fqn, pattern) if set(pattern) & set("*?[") else pattern in fqn
 
 
 def resolve_specs(
@@ -104,7 +92,11 @@ def resolve_specs(
     Precedence, field by field: built-in default < ``param_policy["defaults"]`` < ``route_hint_fn`` < overrides in
     their order (the last match wins).
 
-    ``layouts`` are the table's, by name (``fused.py``).
+    Args:
+        selected: the parameters to dedicate, by canonical name.
+        reasons: why each was selected, by name.
+        param_policy, route_hint_fn: the user's, see ``dedicate_params``.
+        layouts: what ``fused_weights.py`` knows of the weights, by name.
 
     Raises:
         ValueError: an unknown key, route or dtype; blocks that do not fit; an override that matches none of the
@@ -113,23 +105,15 @@ def resolve_specs(
     """
     defaults, overrides = _parse(param_policy)
     specs: dict[str, ParamSpec] = {}
-    layouts = layouts or {}
     for fqn, param in selected.items():
-        layout = layouts.get(fqn, MatrixLayout())
+        layout = (layouts or {}).get(fqn, MatrixLayout())
         spec = ParamSpec(
-            fqn=fqn,
-            shape=tuple(param.shape),
-            route="muon",
-            trainable=param.requires_grad,
-            param_dtype=param.dtype,
-            reason=reasons.get(fqn, ""),
-            transposed=layout.transposed,
-            blocks=layout.blocks,
-        )
-        spec = replace(spec, **defaults)
+            fqn, tuple(param.shape), "muon", param.requires_grad, param.dtype,
+            reason=reasons.get(fqn, ""), transposed=layout.transposed, blocks=layout.blocks,
+        )  # fmt: skip
+        specs[fqn] = spec = replace(spec, **defaults)
         if route_hint_fn is not None and (hint := route_hint_fn(fqn, param)) is not None:
-            spec = replace(spec, route=_check("route", hint, f"route_hint_fn({fqn!r})"))
-        specs[fqn] = spec
+            specs[fqn] = replace(spec, route=_check("route", hint, f"route_hint_fn({fqn!r})"))
     for position, (patterns, values) in enumerate(overrides):
         for pattern in patterns:
             hits = [fqn for fqn in specs if matches(pattern, fqn)]
@@ -138,8 +122,7 @@ def resolve_specs(
                     f"param_policy overrides[{position}]: {pattern!r} matches none of the {len(specs)} selected "
                     f"parameters{nearest(pattern, specs)}"
                 )
-            for fqn in hits:
-                specs[fqn] = replace(specs[fqn], **values)
+            specs |= {fqn: replace(specs[fqn], **values) for fqn in hits}
     specs = {fqn: _resolve_blocks(spec) for fqn, spec in specs.items()}
     for spec in specs.values():
         _validate(spec)
@@ -147,8 +130,8 @@ def resolve_specs(
 
 
 def _resolve_blocks(spec: ParamSpec) -> ParamSpec:
-    """A rule's function becomes a split, which must cut the matrix exactly. Off the muon route, where a group may still
-    force a parameter onto it, what does not fit is left out."""
+    """Turn a rule's function into a split, which must cut the matrix exactly. Off the muon route blocks that do not fit
+    are dropped; those that fit are kept, since a parameter group may still force the parameter onto that route."""
     if spec.blocks is None or len(spec.shape) not in (2, 3):
         return replace(spec, blocks=None)
     try:
@@ -219,7 +202,7 @@ def _validate(spec: ParamSpec) -> None:
 
 
 def check_state_dtype(spec: ParamSpec) -> None:
-    """Raises ValueError for an AdamW state in another dtype than the weight, which no fused AdamW takes."""
+    """Raises ValueError for an AdamW state in another dtype than its master, which no fused AdamW takes."""
     if spec.route != "muon" and spec.trainable and spec.optim_dtype != spec.master_dtype:
         raise ValueError(
             f"{spec.fqn}: on route {spec.route!r} optim_dtype ({spec.optim_dtype}) must be master_dtype "
@@ -231,7 +214,7 @@ def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype 
     """The (input, output) cast dtypes of one hook boundary; ``None`` means no cast.
 
     Raises:
-        ValueError: its parameters disagree on what the boundary as a whole has to do.
+        ValueError: its parameters disagree where the boundary as a whole needs one value.
     """
     specs = list(specs)
     _one_value(name, "grad_dtype", [spec for spec in specs if spec.trainable])
@@ -240,16 +223,14 @@ def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype 
     if cast is None:
         dtypes = {spec.param_dtype if spec.declares_param_dtype else None for spec in specs}
         return (dtypes.pop() if len(dtypes) == 1 else None), output_dtype
-    advice = "; give the boundary one param_dtype or set cast_forward_inputs to False"
+    advice = "give the boundary one param_dtype or set cast_forward_inputs to False"
     input_dtype = _one_value(name, "param_dtype", specs, "cast_forward_inputs with ", advice) if cast else None
     return input_dtype, output_dtype
 
 
-def _one_value(
-    name: str, field: str, specs: list[ParamSpec], prefix: str = "", advice: str = "; give it one value"
-) -> Any:
+def _one_value(name: str, field: str, specs: list[ParamSpec], note: str = "", advice: str = "give it one value") -> Any:
     seen = {vars(spec)[field]: spec.fqn for spec in specs}
     if len(seen) > 1:
         told = ", ".join(f"{fqn}: {value}" for value, fqn in seen.items())
-        raise ValueError(f"hook boundary {name or '<root>'!r}: {prefix}conflicting {field} ({told}){advice}")
+        raise ValueError(f"hook boundary {name or '<root>'!r}: {note}conflicting {field} ({told}); {advice}")
     return next(iter(seen), None)

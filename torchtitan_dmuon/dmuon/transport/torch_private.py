@@ -1,6 +1,6 @@
 """The only file that touches private PyTorch names, each behind a check that says what is missing.
 
-Supported: torch 2.11 to 2.14. ``tests/dmuon/test_torch_private.py`` exercises every name used here.
+Supported: torch 2.11 to 2.14. ``tests/dmuon/transport/test_torch_private.py`` exercises every name used here.
 """
 
 from __future__ import annotations
