@@ -89,11 +89,9 @@ def decide(
             parallelism has placed one in a way that no owner can undo.
     """
     selected = selection.params
-    on_meta = [fqn for fqn, param in selected.items() if param.is_meta]
-    if on_meta and len(on_meta) < len(selected):
-        raise ValueError(
-            f"some selected parameters, as {on_meta[0]}, are on meta and some are not: build all of them alike"
-        )
+    real = [fqn for fqn, param in selected.items() if not param.is_meta]
+    if real and len(real) < len(selected):
+        raise ValueError(f"some selected parameters are on meta and some, as {real[0]}, are not: build all alike")
     if tp_mesh is None:  # that of the first DTensor; the others are checked against it
         tp_mesh = next((param.device_mesh for param in selected.values() if isinstance(param, DTensor)), None)
     tp_dims = {fqn: sharded_dim(fqn, param, tp_mesh) for fqn, param in selected.items()}
