@@ -135,7 +135,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``mode``: ``z2`` or ``z3``.
         ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
-        ``lanes``: for each of ``grid.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
+        ``lanes``: for each of ``mesh.LANES``, zeros where nothing travels, ``ranks`` (size of its group),
             ``collectives`` (over NCCL those of one unit are sent as one), ``payload_bytes`` (the buffers handed to
             them) and ``sent_bytes_per_rank`` (what leaves a rank, on average over the group; of the exchanges between
             tensor-parallel columns, what leaves this one).
