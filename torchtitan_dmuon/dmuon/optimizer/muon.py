@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         model: after ``dedicate_params`` (and ``fully_shard`` if used), all weights materialised.
         lr, momentum, ns_steps, nesterov, weight_decay: of the Muon group.
         adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps: of the AdamW group.
-        param_groups: semantic groups, each lowered into ``<name>/muon`` and ``<name>/adamw``: see ``param_groups.py``.
+        param_groups: semantic groups, each lowered into ``<name>/muon`` and ``<name>/adamw``: see ``groups.py``.
             Its keys override the arguments above.
         ns_backend: ``gram``, ``direct`` or a ``NewtonSchulz``, whose own number of steps then counts.
         scale: per-matrix factor of the update, a name of ``SCALES``.
@@ -216,7 +216,7 @@ class Muon(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, hyperparameters by group, and how the momentum was made: see
-        ``optimizer_state.py``. The same keys on every rank; tensors are live. For DCP:
+        ``state/optimizer.py``. The same keys on every rank; tensors are live. For DCP:
         ``dcp.save({"optimizer": optimizer.state_dict()})``, and to load, ``dcp.load`` into the same and then
         :meth:`load_state_dict`. Not collective."""
         return optimizer_state_dict(self)

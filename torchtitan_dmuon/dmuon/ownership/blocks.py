@@ -59,6 +59,19 @@ class BlockSplit:
         return f"{'x'.join(str(len(block)) for block in self.blocks)} {_WORDS[self.dim]}"
 
 
+@dataclass(frozen=True)
+class MatrixLayout:
+    """How a weight holds its matrices.
+
+    Attributes:
+        transposed: stored [in, out], as ``Conv1D``'s; else [out, in], as ``nn.Linear``'s.
+        blocks: the matrices of a fused weight; ``None`` for one.
+    """
+
+    transposed: bool = False
+    blocks: BlockSplit | None = None
+
+
 def split_sizes(sizes: Sequence[int], dim: int = ROWS) -> BlockSplit:
     """Consecutive blocks of these sizes: ``split_sizes((768, 256, 256))`` for [query, key, value]."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]

@@ -13,21 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .blocks import COLUMNS, ROWS, BlockSplit, split_equal, split_interleaved, split_sizes
+from .blocks import COLUMNS, ROWS, BlockSplit, MatrixLayout, split_equal, split_interleaved, split_sizes
 from .classify import canonical_fqn, is_conv1d, is_expert_stack
-
-
-@dataclass(frozen=True)
-class MatrixLayout:
-    """How a weight holds its matrices.
-
-    Attributes:
-        transposed: stored [in, out], as ``Conv1D``'s; else [out, in], as ``nn.Linear``'s.
-        blocks: the matrices of a fused weight; ``None`` for one.
-    """
-
-    transposed: bool = False
-    blocks: BlockSplit | None = None
 
 
 def matrix_layouts(model: nn.Module) -> dict[str, MatrixLayout]:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import BlockSplit
-from .fused_weights import MatrixLayout
+from .blocks import BlockSplit, MatrixLayout
 
 # muon: an owner runs Muon. adamw: an owner runs AdamW. sharded_adamw: every rank runs AdamW on its rows.
 ROUTES = ("muon", "adamw", "sharded_adamw")

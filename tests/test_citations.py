@@ -1,0 +1,64 @@
+"""What the repository cites is in the repository: files, tests, numbered behaviours."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("torchtitan_dmuon", "models", "scripts", "tests", "docs")
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for kind in ("py", "md", "sh")
+    for path in sorted([*ROOT.glob(f"*.{kind}"), *(path for f in FOLDERS for path in (ROOT / f).rglob(f"*.{kind}"))])
+}
+BEHAVIOURS = TEXTS["docs/design/behaviours.md"]
+
+
+def named_files(text):
+    """(file, test in it or "") of everything in backticks that looks like one of ours: `runtime/unit.py`."""
+    return re.findall(r"`([\w./]+\.(?:py|md))(?:::(\w+))?`", text)
+
+
+def test_files_and_tests_that_are_named_exist():
+    wrong, seen = [], 0
+    for text_file, text in TEXTS.items():
+        for name, test in named_files(text):
+            seen += 1
+            found = [file for file in TEXTS if f"/{file}".endswith(f"/{name}")]
+            if not any(not test or f"def {test}(" in TEXTS[file] for file in found):
+                wrong.append(f"{text_file}: there is no {name} {test}")
+    assert not wrong
+    assert seen > 100
+
+
+def test_links_lead_somewhere():
+    wrong = [
+        f"{text_file}: {target}"
+        for text_file, text in TEXTS.items()
+        if text_file.endswith(".md")
+        for target in re.findall(r"\]\(([^()\s,#]+)(?:#[^()\s]*)?\)", text)
+        if "://" not in target and not (ROOT / text_file).parent.joinpath(target).exists()
+    ]
+    assert not wrong
+
+
+def test_behaviours_are_numbered_and_name_their_tests():
+    entries = re.split(r"^(?=\d+\. )", BEHAVIOURS, flags=re.MULTILINE)[1:]
+    assert [int(entry.split(".")[0]) for entry in entries] == list(range(1, len(entries) + 1))
+    assert not [entry for entry in entries if not any("test_" in name for name, _ in named_files(entry))]
+
+
+def test_cited_behaviours_exist():
+    numbers = {int(number) for number in re.findall(r"^(\d+)\. ", BEHAVIOURS, re.MULTILINE)}
+    cited = {
+        int(number)
+        for text in TEXTS.values()
+        for cited in re.findall(r"\b[Bb]ehaviours? (\d+(?: to \d+)?)", text)
+        for number in cited.split(" to ")
+    }
+    assert len(cited) > 10 and cited <= numbers
+
+
+def test_nothing_outside_the_repository_is_cited():
+    outside = re.compile(r"\bfacts/|/work/|\b[Ss]cenarios? \d|\b[Ii]ssue \d")
+    wrong = {name: outside.findall(text) for name, text in TEXTS.items() if name != "tests/test_citations.py"}
+    assert not {name: found for name, found in wrong.items() if found}
