@@ -13,16 +13,19 @@ DMUON = Path(__file__).parents[2] / "torchtitan_dmuon" / "dmuon"
 PACKAGE = "torchtitan_dmuon.dmuon"
 FILES = sorted(str(path.relative_to(DMUON).with_suffix("")) for path in DMUON.rglob("*.py"))  # as "runtime/unit"
 
-# The arrows: a room -> the rooms that its files may import, beside its own. ``dedicate`` and ``__init__`` are files.
+# The arrows: a room -> the rooms that its files may import, beside its own. ``dedicate``, ``guards``, ``nested`` and
+# ``__init__`` are files.
 BELOW = {
     "kernels": set(),
     "transport": set(),
     "ownership": set(),
-    "runtime": {"ownership", "transport"},
+    "nested": set(),
+    "runtime": {"ownership", "transport", "nested"},
+    "guards": {"runtime", "transport"},
     "state": {"runtime", "ownership", "transport"},
     "optimizer": {"state", "runtime", "kernels", "ownership", "transport"},
     "extras": {"optimizer", "state", "runtime", "kernels", "ownership", "transport"},
-    "dedicate": {"runtime", "kernels", "ownership", "transport"},
+    "dedicate": {"runtime", "kernels", "ownership", "transport", "guards"},
     "__init__": {"dedicate", "extras", "optimizer", "state", "runtime", "kernels", "ownership", "transport"},
 }
 OTHERS = {"torch", "triton", "quack"}  # beside the standard library

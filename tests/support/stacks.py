@@ -9,7 +9,7 @@ import torch
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import NewtonSchulz
 from torchtitan_dmuon.dmuon.optimizer import stack as matrices
 from torchtitan_dmuon.dmuon.optimizer.stack import MatrixStack, MatrixView, UpdateRule
-from torchtitan_dmuon.dmuon.ownership.blocks import COLUMNS, ROWS, Block, BlockSplit
+from torchtitan_dmuon.dmuon.ownership.spec import COLUMNS, ROWS, Block, BlockSplit
 
 GROUP = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.5}
 

@@ -31,8 +31,9 @@ from .optimizer.clip import (
 )
 from .optimizer.muon import Muon
 from .ownership.assignment import Assignment
-from .ownership.blocks import Block, BlockSplit, split_equal, split_heads, split_interleaved, split_sizes
+from .ownership.blocks import split_equal, split_heads, split_interleaved, split_sizes
 from .ownership.classify import Decision, canonical_fqn, classify
+from .ownership.spec import Block, BlockSplit
 from .runtime.param import DedicatedParam, Piece
 from .state.materialize import initialize_undedicated, materialize
 from .state.model import (

@@ -28,7 +28,8 @@ from .runtime.param import DedicatedParam
 from .runtime.schedule import UnitSchedule
 from .runtime.unit import Unit
 from .transport import torch_private
-from .transport.grid import GROUP_POLICIES, Grid, Lanes, build_grid, build_lanes
+from .transport.grid import Grid, build_grid
+from .transport.lane import GROUP_POLICIES, Lanes, build_lanes
 
 logger = logging.getLogger(__name__)
 

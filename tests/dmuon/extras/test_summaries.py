@@ -14,7 +14,7 @@ from tests.support.harness import build, data_rank, train
 from tests.support.oracle import ToyModel, is_proj
 from tests.support.pool import distributed
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import newton_schulz_flops
-from torchtitan_dmuon.dmuon.transport.grid import LANES
+from torchtitan_dmuon.dmuon.transport.lane import LANES
 
 # ------------------------------------------------------------------ what a step communicates
 

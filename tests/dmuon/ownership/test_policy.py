@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_dmuon.dmuon.ownership.policy import ROUTES, ParamSpec, boundary_dtypes, matches, nearest, resolve_specs
+from torchtitan_dmuon.dmuon.ownership.policy import ROUTES, boundary_dtypes, matches, nearest, resolve_specs
+from torchtitan_dmuon.dmuon.ownership.spec import ParamSpec
 
 Q0, Q1, UP0, UP1 = (
     "layers.0.attn.q_proj.weight",

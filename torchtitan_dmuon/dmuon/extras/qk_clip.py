@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ..optimizer.stack import neuron_dim
-from ..ownership.blocks import Block, index_of
+from ..ownership.blocks import index_of
 from ..ownership.policy import nearest
+from ..ownership.spec import Block
 from ..runtime.handle import Runtime
 
 

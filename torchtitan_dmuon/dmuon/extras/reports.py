@@ -15,7 +15,7 @@ from ..ownership.classify import canonical_fqn
 from ..runtime.handle import runtime_of
 from ..runtime.pack import Pack, pack_weights
 from ..runtime.param import DedicatedParam
-from ..transport.grid import LANES
+from ..transport.lane import LANES
 
 _FSDP2 = "adamw (FSDP2)"
 
@@ -135,7 +135,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     Returns:
         ``mode``: ``z2`` or ``z3``.
         ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
-        ``lanes``: for each of ``transport.grid.LANES``, zeros where nothing travels: ``ranks`` (size of its group),
+        ``lanes``: for each of ``transport.lane.LANES``, zeros where nothing travels: ``ranks`` (size of its group),
             ``collectives`` (NCCL sends those of one unit as one), ``payload_bytes`` (the buffers handed to them) and
             ``sent_bytes_per_rank`` (leaving a rank on average over the group; of the exchanges between tensor-parallel
             columns, leaving this rank). Ranks of one shard group agree on ``unshard`` and ``reduce``. The later stages

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ownership.policy import ROUTES, ParamSpec, check_state_dtype, nearest
+from ..ownership.policy import ROUTES, check_state_dtype, nearest
+from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam
 
 _ROUTE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")

@@ -19,7 +19,8 @@ import torch
 
 from ..kernels.newton_schulz import NORM_EPS, NewtonSchulz
 from ..kernels.select import triton_passes
-from ..ownership.blocks import COLUMNS, Block, put, take
+from ..ownership.blocks import put, take
+from ..ownership.spec import COLUMNS, Block
 from ..runtime.param import DedicatedParam, Piece
 
 if TYPE_CHECKING:

@@ -12,51 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-ROWS, COLUMNS = 0, 1
-_WORDS = ("rows", "columns")
-
-
-@dataclass(frozen=True)
-class Block:
-    """One matrix of a fused weight: ``groups`` runs of ``size`` rows (or columns), the first at ``start``, one every
-    ``period``. Where 12 heads are stored as [query 64, key 64], all queries are ``Block(0, 64, 12, 128)``."""
-
-    start: int
-    size: int
-    groups: int = 1
-    period: int = 0
-
-    def __len__(self) -> int:
-        return self.groups * self.size
-
-    def indices(self) -> list[int]:
-        """The rows (or columns), in the block's order."""
-        runs = (self.start + group * self.period for group in range(self.groups))
-        return [first + offset for first in runs for offset in range(self.size)]
-
-
-@dataclass(frozen=True)
-class BlockSplit:
-    """A matrix [m, n] (or each of a stack [..., m, n]) cut along its rows (``dim`` 0) or columns (``dim`` 1)."""
-
-    blocks: tuple[Block, ...]
-    dim: int = ROWS
-
-    def check(self, shape: Sequence[int]) -> None:
-        """Raises ValueError unless every row (or column) of a matrix of this shape is in exactly one block."""
-        length = shape[-2:][self.dim]
-        told = f"{_WORDS[self.dim]} of a matrix {list(shape)}"
-        seen = sorted(index for block in self.blocks for index in block.indices())
-        if seen != list(range(length)):
-            raise ValueError(f"its blocks hold {len(seen)} of the {length} {told}; each must be in exactly one block")
-
-    def shape_of(self, block: Block, shape: Sequence[int]) -> tuple[int, int]:
-        """[m, n] of one block of a matrix of this shape."""
-        m, n = shape[-2:]
-        return (m, len(block)) if self.dim == COLUMNS else (len(block), n)
-
-    def __str__(self) -> str:
-        return f"{'x'.join(str(len(block)) for block in self.blocks)} {_WORDS[self.dim]}"
+from .spec import AXIS_NAMES, ROWS, Block, BlockSplit
 
 
 @dataclass(frozen=True)
@@ -84,7 +40,7 @@ def split_equal(parts: int, dim: int = ROWS) -> Callable[[tuple[int, ...]], Bloc
     def split(shape: tuple[int, ...]) -> BlockSplit:
         size, rest = divmod(shape[-2:][dim], parts)
         if rest:
-            raise ValueError(f"{shape[-2:][dim]} {_WORDS[dim]} do not split into {parts} equal blocks")
+            raise ValueError(f"{shape[-2:][dim]} {AXIS_NAMES[dim]} do not split into {parts} equal blocks")
         return split_sizes([size] * parts, dim)
 
     return split
@@ -96,7 +52,7 @@ def split_heads(head_dim: int, dim: int = ROWS) -> Callable[[tuple[int, ...]], B
     def split(shape: tuple[int, ...]) -> BlockSplit:
         heads, rest = divmod(shape[-2:][dim], head_dim)
         if rest:
-            raise ValueError(f"{shape[-2:][dim]} {_WORDS[dim]} are no multiple of head_dim {head_dim}")
+            raise ValueError(f"{shape[-2:][dim]} {AXIS_NAMES[dim]} are no multiple of head_dim {head_dim}")
         return split_sizes([head_dim] * heads, dim)
 
     return split

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .classify import canonical_fqn, classify
-from .policy import ParamSpec, boundary_dtypes
+from .policy import boundary_dtypes
+from .spec import ParamSpec
 
 Predicate = Callable[[str, nn.Parameter], bool]
 

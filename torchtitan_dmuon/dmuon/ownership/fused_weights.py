@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from .blocks import COLUMNS, ROWS, BlockSplit, MatrixLayout, split_equal, split_interleaved, split_sizes
+from .blocks import MatrixLayout, split_equal, split_interleaved, split_sizes
 from .classify import canonical_fqn, is_conv1d, is_expert_stack
+from .spec import COLUMNS, ROWS, BlockSplit
 
 
 def matrix_layouts(model: nn.Module) -> dict[str, MatrixLayout]:

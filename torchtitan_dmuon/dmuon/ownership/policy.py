@@ -10,55 +10,17 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .blocks import BlockSplit, MatrixLayout
+from .blocks import MatrixLayout
+from .spec import BlockSplit, ParamSpec
 
 # muon: an owner runs Muon. adamw: an owner runs AdamW. sharded_adamw: every rank runs AdamW on its rows.
 ROUTES = ("muon", "adamw", "sharded_adamw")
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """Everything decided about one dedicated parameter before any storage is made.
-
-    Attributes:
-        fqn: name in the model, wrapper prefixes (activation checkpointing, compile) removed.
-        shape: global shape.
-        route: one of ``ROUTES``.
-        trainable: ``requires_grad`` when it was dedicated; a frozen parameter is broadcast but never reduced.
-        param_dtype: dtype of the weight in forward and backward.
-        grad_dtype: dtype in which gradients are accumulated and reduced.
-        master_dtype: dtype of the owner's weight.
-        optim_dtype: dtype of the owner's optimizer state.
-        output_dtype: floating outputs of the hook boundary are cast to it; ``None`` leaves them.
-        cast_forward_inputs: floating inputs of the boundary are cast to ``param_dtype``; ``None``: only if a rule
-            declared one ``param_dtype`` for the whole boundary.
-        reason: why the parameter is dedicated, for the ownership table.
-        declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
-        transposed: the matrices are stored [in, out] instead of [out, in]; some scales and NorMuon need to know.
-        blocks: the matrices of a fused weight, each orthogonalised by itself; ``None`` for one. A rule may also give
-            a function of the shape, such as ``split_heads(128)``.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    route: str
-    trainable: bool
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype = torch.float32
-    master_dtype: torch.dtype = torch.float32
-    optim_dtype: torch.dtype = torch.float32
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool | None = None
-    reason: str = ""
-    declares_param_dtype: bool = False
-    transposed: bool = False
-    blocks: BlockSplit | None = None
 
 
 _DTYPE_KEYS = ("param_dtype", "grad_dtype", "master_dtype", "optim_dtype", "output_dtype")

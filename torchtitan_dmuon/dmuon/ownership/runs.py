@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .assignment import MatrixCost
-from .policy import ParamSpec
+from .spec import ParamSpec, chunk_bounds
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,6 @@ class Run:
         """The run's name in an assignment: ``layers.0.experts.w1[4:8]``, or the parameter's where it is all of it."""
         whole = not spec.shape or (self.start, self.stop) == (0, spec.shape[0])
         return spec.fqn if whole else f"{spec.fqn}[{self.start}:{self.stop}]"
-
-
-def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, size) of chunk ``index`` of ``length`` elements cut as ``torch.chunk`` and DTensor cut: 10 rows over 4
-    columns give 3, 3, 3 and 1; the last chunks may be empty."""
-    step = -(-length // parts)
-    start = min(index * step, length)
-    return start, min(start + step, length) - start
 
 
 def runs_of(spec: ParamSpec, tp_dim: int | None, grid_shape: tuple[int, int, int]) -> list[Run]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Hashable
 
-from .unit import Unit
+import torch
 
 
 class ForwardPass:
@@ -21,20 +21,21 @@ class ForwardPass:
 
     def __init__(self) -> None:
         self.in_order = True
-        self.again: set[Unit] = set()
+        self.again: set[Hashable] = set()
         self.spent = False
         self.has_grad = torch.is_grad_enabled()
-        self._place = -1
-        self._seen: set[Unit] = set()
+        self._place: int | None = None
+        self._seen: set[Hashable] = set()
 
-    def enter(self, unit: Unit, place: int) -> None:
-        """Unit number ``place`` is called. A pinned unit (-1) is called around the others, at any time."""
+    def enter(self, unit: Hashable, place: int | None) -> None:
+        """The unit at this place in the order is called. A pinned unit has no place: it is called around the others."""
         # A unit without grad inside a pass with grad is in a reentrant checkpoint: its backward is a pass of its own.
         reentrant = torch.is_grad_enabled() != self.has_grad
+        backwards = None not in (place, self._place) and place < self._place
         if unit in self._seen and place == self._place and not reentrant:
             self.again.add(unit)
-        elif unit in self._seen or reentrant or (not unit.pinned and place < self._place):
+        elif unit in self._seen or reentrant or backwards:
             self.in_order = False
         self._seen.add(unit)
-        if not unit.pinned:
+        if place is not None:
             self._place = place

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..ownership.assignment import Assignment
 from ..ownership.classify import canonical_fqn
-from ..transport.grid import Grid, Lanes
+from ..transport.grid import Grid
+from ..transport.lane import Lanes
 from .param import Piece
 from .schedule import UnitSchedule
 from .unit import Unit

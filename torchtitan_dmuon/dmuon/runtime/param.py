@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..ownership.policy import ParamSpec
-from ..ownership.runs import chunk_bounds
+from ..ownership.spec import ParamSpec, chunk_bounds
 from ..transport.grid import Grid
 from ..transport.torch_private import local_tensor
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..transport.grid import Lanes
+from ..transport.lane import Lanes
 from ..transport.torch_private import backward_id, backward_keeps_graph, queue_end_of_backward
 from .forward_pass import ForwardPass
 from .param import DedicatedParam
@@ -117,7 +117,7 @@ class UnitSchedule:
             self.root_pre_forward()
         if self.phase is Phase.FORWARD:
             unit.active_calls += 1
-            self.forward_pass.enter(unit, self._place_of.get(unit, -1))
+            self.forward_pass.enter(unit, self._place_of.get(unit))
         self._need(unit)
 
     def post_forward(self, unit: Unit) -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from ..transport.grid import Grid, Lanes
-from ..transport.lane import Pending
-from .columns import gather_gradients, publish_to_columns
-from .pack import Cell, Pack, gradient_view, typed
+from ..transport.grid import Grid
+from ..transport.lane import Lanes, Pending
+from .pack import Cell, Pack, gather_gradients, gradient_view, publish_to_columns, typed
 from .param import DedicatedParam, Piece
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor], None]

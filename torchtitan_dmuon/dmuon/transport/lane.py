@@ -12,15 +12,22 @@ Other backends have no uneven parts: there each segment is one broadcast or one 
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from .torch_private import backend_name
+from .grid import Grid
+from .torch_private import backend_name, group_like
 
 Segment = tuple[torch.Tensor, int]  # a tensor, and the rank within the lane that sends (or receives) it
+
+GROUP_POLICIES = ("isolated", "shared")
+LANES = ("unshard", "reduce", "reduce_replicate", "reduce_tp", "publish_replicate", "publish_tp")
 
 
 class Pending:
@@ -170,3 +177,79 @@ def _unlike(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parts, the first with another shape than the rest. PyTorch copies parts of one shape into a tensor of its
     own, and nobody could keep that tensor alive until the waiting stream has passed the collective."""
     return [parts[0].view(1, parts[0].numel()), *parts[1:]]
+
+
+@dataclass
+class Lanes:
+    """One lane for each purpose; ``None`` where the mesh has no such dimension. Weights travel over publish_tp,
+    publish_replicate and unshard, gradients over reduce, reduce_replicate and reduce_tp."""
+
+    unshard: Lane
+    reduce: Lane
+    reduce_replicate: Lane | None = None
+    publish_replicate: Lane | None = None
+    reduce_tp: Lane | None = None
+    publish_tp: Lane | None = None
+    _streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Lane]:
+        return [lane for name, lane in vars(self).items() if name != "_streams" and lane is not None]
+
+    @property
+    def covering(self) -> list[Lane]:
+        """Lanes whose all-reduces, one after the other, cover every slot once."""
+        return [lane for lane in (self.reduce, self.reduce_replicate, self.reduce_tp) if lane is not None]
+
+    @property
+    def staged(self) -> bool:
+        """Gradients and weights travel in more than one stage: there are replicas or tensor-parallel columns."""
+        return self.reduce_replicate is not None or self.reduce_tp is not None
+
+    @contextlib.contextmanager
+    def side_stream(self, name: str) -> Iterator[None]:
+        """Run the device work inside on a stream of its own, which first waits for the work that is queued now. Waiting
+        for a collective there does not hold up computation. On the CPU this changes nothing."""
+        if self.unshard.device.type != "cuda":
+            yield
+            return
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.unshard.device)
+        stream = self._streams[name]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self, name: str) -> None:
+        """Make the current stream wait for everything queued on the side stream ``name``."""
+        if name in self._streams:
+            torch.cuda.current_stream().wait_stream(self._streams[name])
+
+
+def build_lanes(
+    mesh: DeviceMesh,
+    replicate_mesh: DeviceMesh | None,
+    tp_mesh: DeviceMesh | None,
+    grid: Grid,
+    policy: str,
+) -> Lanes:
+    """The lanes over the meshes' ranks. With ``policy`` ``isolated`` (collective) every lane gets a process group of
+    its own, with the ranks, timeout and options of the mesh's, so that nothing that the trainer sends can come between.
+    ``shared`` uses the meshes' groups."""
+
+    def lane(name: str, part: DeviceMesh | None) -> Lane | None:
+        if part is None or (part is not mesh and part.size() == 1):
+            return None
+        group = part.get_group()
+        if policy == "isolated" and part.size() > 1:
+            group = group_like(group, grid.device, f"dmuon_{name}")
+        return Lane(name, group, grid.device)
+
+    return Lanes(
+        unshard=lane("unshard", mesh),
+        reduce=lane("reduce", mesh),
+        reduce_replicate=lane("reduce_replicate", replicate_mesh),
+        publish_replicate=lane("publish_replicate", replicate_mesh),
+        reduce_tp=lane("reduce_tp", tp_mesh),
+        publish_tp=lane("publish_tp", tp_mesh),
+    )
