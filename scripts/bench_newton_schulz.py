@@ -150,12 +150,10 @@ def configurations(device: torch.device) -> list:
 
 
 def short(config: object) -> str:
-    flags = [name for name in ("tma", "persistent") if vars(config)[name]]
     c = vars(config)
     registers = f" r{c['registers']}" if c["registers"] else ""
-    return (
-        f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['warps']} s{c['stages']} g{c['group']}{registers}"
-        + "".join(f" {flag}" for flag in flags)
+    return f"{c['block_m']}x{c['block_n']}x{c['block_k']} w{c['warps']} s{c['stages']} g{c['group']}{registers}" + (
+        " tma" if c["tma"] else ""
     )
 
 

@@ -4,9 +4,9 @@
     python scripts/bench_passes.py --models tiny --cpu     does the script run
 
 Per stack of matrices of one shape: ``input`` updates the momenta and gives the normalised Nesterov inputs (at least 22
-bytes an element: gradient and momentum are read twice where the norm must be known first, and two outputs are written),
-``weights`` moves masters and compute weights (at least 12). Every variant is checked against float64. ``first s`` is the
-first call, compilation included.
+bytes an element: the norm must be known first, so gradient and momentum are read twice), ``weights`` moves masters and
+compute weights (at least 12). Every variant is checked against float64. ``first s`` is the first call, compilation
+included.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ CONFIGS = [
     TileConfig(128, 128, 64, warps=8, stages=3, tma=True),
     TileConfig(128, 128, 64, warps=8, stages=3, tma=True, registers=128),
     TileConfig(128, 256, 64, warps=8, stages=3, tma=True),
-    TileConfig(128, 128, 64, warps=8, stages=4, tma=True, persistent=True),
     TileConfig(64, 64, 64, warps=4, stages=4, tma=True),
 ]
 SIZES = [(1, 256, 256), (3, 512, 1024), (2, 1000, 2999), (1, 136, 72), (5, 33, 17), (1, 1024, 4096)]

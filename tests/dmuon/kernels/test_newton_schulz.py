@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dmuon import COEFFICIENTS, NewtonSchulz
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import newton_schulz_flops
-from torchtitan_dmuon.dmuon.kernels.select import TorchKernel
+from torchtitan_dmuon.dmuon.kernels.select import Kernel
 
 KJ = (3.4445, -4.7750, 2.0315)
 # Written out from docs/design/formulas.md.
@@ -51,7 +51,7 @@ def normalised(stack):
 
 def forms(newton_schulz, stack):
     """Both forms of a normalised stack, which they are free to overwrite."""
-    return newton_schulz._gram(stack.clone(), TorchKernel()), newton_schulz._direct(stack.clone(), TorchKernel())
+    return newton_schulz._gram(stack.clone(), Kernel()), newton_schulz._direct(stack.clone(), Kernel())
 
 
 def scalar(sigma, triples):
@@ -343,7 +343,7 @@ def test_flops_are_those_of_the_table_and_those_executed(shape):
             assert newton_schulz.flops(*shape) == round(expected), (backend, name)
             assert counter.get_total_flops() == 3 * newton_schulz.flops(*shape), (backend, name)
             with FlopCounterMode(display=False) as counter:
-                newton_schulz._gram(gaussian(3, *shape), TorchKernel())
+                newton_schulz._gram(gaussian(3, *shape), Kernel())
             assert counter.get_total_flops() == 3 * round(gram), (backend, name)
 
 
@@ -483,7 +483,7 @@ def test_deterministic_gives_every_product_one_matrix(monkeypatch):
     """Whatever library multiplies: it cannot choose by the size of the stack."""
     batches = []
 
-    class Recording(TorchKernel):
+    class Recording(Kernel):
         def gram(self, x, out):
             batches.append(len(x))
             return super().gram(x, out)

@@ -19,7 +19,6 @@ CONFIGS = [
     TileConfig(16, 32, 16, group=3),
     TileConfig(16, 16, 16, tma=True),
     TileConfig(16, 32, 32, tma=True, group=2),
-    TileConfig(16, 16, 16, tma=True, persistent=True, group=2),
 ]
 SIZES = [(16, 16), (40, 24), (72, 48), (33, 17), (1, 5), (100, 7)]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}  # the interpreter cannot multiply bfloat16
@@ -138,8 +137,6 @@ def test_errors_name_the_shapes():
         symmetric_product(x.double(), x.double().mT)
     with pytest.raises(ValueError, match="block_n"):
         TileConfig(64, 256)
-    with pytest.raises(ValueError, match="persistent"):
-        TileConfig(persistent=True)
 
 
 @interpreted

@@ -31,7 +31,6 @@ class TileConfig:
         warps, stages: warps of a program and depth of its software pipeline.
         group: tile rows visited together, so that their operands stay in L2.
         tma: load through tensor descriptors (SM90 and later) instead of pointers.
-        persistent: one program a multiprocessor, each looping over tiles; only with ``tma``.
         registers: most a thread may use; fewer let two programs share a multiprocessor.
     """
 
@@ -42,14 +41,11 @@ class TileConfig:
     stages: int = 3
     group: int = 8
     tma: bool = False
-    persistent: bool = False
     registers: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_n not in (self.block_m, 2 * self.block_m):
             raise ValueError(f"block_n must be block_m or twice that, got {self.block_m} x {self.block_n}")
-        if self.persistent and not self.tma:
-            raise ValueError("persistent tiles need tma")
 
 
 # ------------------------------------------------------------------ which program computes which tile
@@ -180,14 +176,14 @@ def _pointer_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _descriptor_tile(
-    tile, a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
+@triton.jit(do_not_specialize=["per_matrix"])
+def _descriptor_kernel(
+    a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
     stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
     HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    matrix, row, column = _locate(tile, per_matrix, size, BLOCK_M, BLOCK_N, GROUP)
+    matrix, row, column = _locate(tl.program_id(0), per_matrix, size, BLOCK_M, BLOCK_N, GROUP)
     # The batch lies flat in the first dimension of a descriptor. Rows past the edge of a matrix are those of the next
     # one; their results are not stored.
     index = matrix.to(tl.int32)
@@ -206,29 +202,6 @@ def _descriptor_tile(
         acc, d, c, matrix, row, column, size, alpha, beta, diagonal,
         stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn, HAS_D, HAS_DIAGONAL, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["total", "per_matrix"])
-def _descriptor_kernel(
-    a, b, d, c, total, per_matrix, size, depth, alpha, beta, diagonal,
-    stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-    HAS_D: tl.constexpr, HAS_DIAGONAL: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    if PERSISTENT:
-        for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-            _descriptor_tile(
-                tile, a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
-                stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-                HAS_D, HAS_DIAGONAL, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
-            )  # fmt: skip
-    else:
-        _descriptor_tile(
-            tl.program_id(0), a, b, d, c, per_matrix, size, depth, alpha, beta, diagonal,
-            stride_db, stride_dm, stride_dn, stride_cb, stride_cm, stride_cn,
-            HAS_D, HAS_DIAGONAL, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
-        )  # fmt: skip
 
 
 # Under TRITON_INTERPRET=1 the decorator gives something else, which runs on the CPU.
@@ -352,25 +325,39 @@ def symmetric_product(
     _check(a, b, d, out)
     if (why := unavailable(a.device)) is not None:
         raise RuntimeError(f"the Triton kernel cannot run here: {why}")
-    batch, s, k = a.shape
     if out.numel() == 0:
         return out
-    if k == 0:
+    if a.shape[2] == 0:
         out = out.zero_() if d is None else torch.mul(d, beta, out=out)
         out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
         return out
-    capability, multiprocessors = _device(a.device)
-    if config is None:
-        config = choose_tiles(s, k, batch, capability, multiprocessors, addend=d is not None)
-        if a.dtype == torch.float32:  # the rule is for 16 bits; shared memory is what it is
-            config = replace(config, block_k=config.block_k // 2)
     if out.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
         raise ValueError("out must not share memory with a or b")
+    if config is None:
+        batch, s, k = a.shape
+        config = choose_tiles(s, k, batch, *_device(a.device), addend=d is not None)
+        if a.dtype == torch.float32:  # the rule is for 16 bits; shared memory is what it is
+            config = replace(config, block_k=config.block_k // 2)
+    with torch.cuda.device_of(a):
+        _launch(a, b, d, alpha, beta, diagonal, out, config)
+    return out
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    diagonal: float,
+    out: torch.Tensor,
+    config: TileConfig,
+) -> None:
+    batch, s, k = a.shape
     ratio = config.block_n // config.block_m
     blocks = -(-s // config.block_n)
     # Less the tiles of the last block that lie below the last row.
     per_matrix = blocks * (blocks + 1) // 2 * ratio - (blocks * ratio - -(-s // config.block_m))
-    total = batch * per_matrix
     addend = out if d is None else d
     common = {
         "HAS_D": d is not None,
@@ -384,22 +371,18 @@ def symmetric_product(
         "maxnreg": config.registers,
     }
     described = _descriptors(a, b, config) if config.tma else None
-    with torch.cuda.device_of(a):
-        if described is None:
-            _pointer_kernel[(total,)](
-                a, b, addend, out, per_matrix, s, k, alpha, beta, diagonal,
-                *a.stride(), *b.stride(), *addend.stride(), *out.stride(),
-                EVEN_K=k % config.block_k == 0, **common,
-            )  # fmt: skip
-        else:
-            left, right, left_k_major, right_k_major = described
-            grid = (min(total, multiprocessors) if config.persistent else total,)
-            _descriptor_kernel[grid](
-                left, right, addend, out, total, per_matrix, s, k, alpha, beta, diagonal,
-                *addend.stride(), *out.stride(),
-                A_K_MAJOR=left_k_major, B_K_MAJOR=right_k_major, PERSISTENT=config.persistent, **common,
-            )  # fmt: skip
-    return out
+    if described is None:
+        _pointer_kernel[(batch * per_matrix,)](
+            a, b, addend, out, per_matrix, s, k, alpha, beta, diagonal,
+            *a.stride(), *b.stride(), *addend.stride(), *out.stride(),
+            EVEN_K=k % config.block_k == 0, **common,
+        )  # fmt: skip
+    else:
+        left, right, left_k_major, right_k_major = described
+        _descriptor_kernel[(batch * per_matrix,)](
+            left, right, addend, out, per_matrix, s, k, alpha, beta, diagonal,
+            *addend.stride(), *out.stride(), A_K_MAJOR=left_k_major, B_K_MAJOR=right_k_major, **common,
+        )  # fmt: skip
 
 
 @functools.lru_cache
