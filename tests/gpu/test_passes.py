@@ -61,15 +61,6 @@ def test_repeats_bitwise(monkeypatch):
         assert torch.equal(a.master, b.master) and torch.equal(a.momentum, b.momentum)
 
 
-@pytest.mark.parametrize("shape", [(3, 1024, 2048), (1, 23, 37), (2, 1, 5), (1, 4096, 4096)])
-def test_normalized(shape):
-    x = torch.randn(shape, device=CUDA)
-    x[0] = 0.0
-    result = fused_update.normalized(x, torch.float16, 1e-7)
-    expected = x.double() / (torch.linalg.vector_norm(x.double(), dim=(-2, -1), keepdim=True) + 1e-7)
-    torch.testing.assert_close(result.double(), expected, atol=6e-8, rtol=1e-3)
-
-
 @pytest.mark.parametrize("kernel", ["triton", "cublas"])
 @pytest.mark.parametrize("shape", [(1, 512, 1536), (2, 1536, 512), (1, 768, 768)])
 def test_replayed_launches_give_what_launches_give(shape, kernel):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from .replay import Replay
-from .select import Kernel, check_kernel, default_device, select_kernel, triton_passes
+from .select import Kernel, check_kernel, default_device, select_kernel
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -222,9 +222,6 @@ class NewtonSchulz:
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """What :meth:`iterate` takes: ``x`` [B, m, n] over its Frobenius norms, in ``compute_dtype``. A new tensor."""
         dtype = self.compute_dtype(x.device)
-        fused = triton_passes(x.device)
-        if fused is not None and (result := fused.normalized(x, dtype, NORM_EPS)) is not None:
-            return result
         x = x.float()
         if self.deterministic and len(x):
             norm = torch.stack([torch.linalg.vector_norm(matrix) for matrix in x])[:, None, None]
