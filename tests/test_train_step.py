@@ -67,8 +67,7 @@ def run(folder, world, micro_batches, dp_size, **options):
         "lr_scheduler__decay_ratio": 0,
         **{f"optimizer__{key}": value for key, value in HYPER.items()},
     }
-    fresh = "parallelism__tensor_parallel_degree" in options
-    done = train(world, *tiny(folder, **options), fresh=fresh, trainer=Fed)
+    done = train(world, *tiny(folder, **options), trainer=Fed)
     assert done.codes == [0] * world, done.output
     files = [folder / "out" / f"steps-{rank}.jsonl" for rank in range(world)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]

@@ -90,12 +90,12 @@ def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(fo
     assert whole.codes == [0] * 4, whole.output
     for mesh in MESHES:
         shutil.rmtree(folder / "out" / "checkpoint" / "step-4", ignore_errors=True)
-        resumed = train(4, *tiny(folder, **options, **mesh), fresh=True)
+        resumed = train(4, *tiny(folder, **options, **mesh))
         assert resumed.codes == [0] * 4, resumed.output
         assert list(resumed.steps) == [3, 4]
         for step in (3, 4):
             assert resumed.steps[step] == pytest.approx(whole.steps[step], abs=2e-4), (mesh, step)
-    alone = train(4, *tiny(folder, checkpoint__enable=False, **options, **MESHES[-1]), fresh=True)
+    alone = train(4, *tiny(folder, checkpoint__enable=False, **options, **MESHES[-1]))
     for step, values in whole.steps.items():
         assert alone.steps[step] == pytest.approx(values, abs=2e-4), step
 
@@ -103,8 +103,8 @@ def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(fo
 def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folder):
     """Everything dedicated: what enters the first block is a collective's result that nobody has waited for."""
     mesh = {"parallelism__tensor_parallel_degree": 2, "dmuon__others": "dedicated", "checkpoint__enable": False}
-    eager = train(2, *tiny(folder, **mesh), fresh=True)
-    run = train(2, *tiny(folder, **mesh, compile__enable=True, compile__backend="aot_eager"), fresh=True)
+    eager = train(2, *tiny(folder, **mesh))
+    run = train(2, *tiny(folder, **mesh, compile__enable=True, compile__backend="aot_eager"))
     assert run.codes == [0, 0], run.output
     for step, values in eager.steps.items():
         assert run.steps[step] == pytest.approx(values, abs=2e-4), step
@@ -114,7 +114,7 @@ def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folde
 def test_tokens_and_flops_are_those_of_one_device(folder, degree, tokens):
     """Tokens a second times seconds a step: ranks of one tensor-parallel group share the tokens of a step."""
     options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree}
-    run = train(2, *tiny(folder, **options), fresh=True)
+    run = train(2, *tiny(folder, **options))
     assert run.codes == [0, 0], run.output
     flops = float(re.search(r"parameters, ([\d.e+]+) FLOPs a token", run.output)[1])
     figures = re.findall(r"tokens/s: ([\d,]+)  TFLOP/s: [\d.]+  .*?step: ([\d.]+) ms", run.output)

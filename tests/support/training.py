@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +13,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.pool import pool_of
+from tests.support.pool import Job, run_in_new_processes
 from torchtitan_dmuon.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,25 +55,18 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, t
         except BaseException:
             traceback.print_exc()
             code = -1
-    gc.enable()
-    faulthandler.register(signal.SIGUSR1)  # the pool's, which train.py has taken
     Path(folder, f"{rank}.code").write_text(str(code))
 
 
-def train(
-    world: int, *arguments: str, timeout: float = 120, fresh: bool = False, trainer: type[Trainer] = Trainer
-) -> Run:
-    """``train.py`` on ``world`` ranks, in the pool's processes; ``%RANK%`` in an argument is the rank's number. With
-    ``fresh`` in processes that no run with a mesh of the same shape has used (DTensor's caches outlive its process
-    groups). ``trainer`` takes the Trainer's place."""
+def train(world: int, *arguments: str, timeout: float = 120, trainer: type[Trainer] = Trainer) -> Run:
+    """``train.py`` on ``world`` ranks, in processes of its own; ``%RANK%`` in an argument is the rank's number.
+    ``trainer`` takes the Trainer's place."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        if fresh:
-            pool_of(world).stop()
         kwargs = {"arguments": list(arguments), "port": port, "folder": folder, "trainer": trainer}
-        pool_of(world).run("tests.support.training", "_main", kwargs, timeout)
+        run_in_new_processes(world, Job("tests.support.training", "_main", kwargs, timeout, grouped=False))
         outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
         run = Run([int(Path(folder, f"{rank}.code").read_text()) for rank in range(world)], outputs)
     for match in _LINE.finditer(outputs[0]):
