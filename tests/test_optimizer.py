@@ -206,8 +206,8 @@ def test_variants_train_alike_on_every_mesh(tmp_path):
     ]  # fmt: skip
     assert [run.codes for run in runs] == [[0, 0]] * 3, [run.output for run in runs]
     losses = [[run.steps[step][0] for step in range(1, 5)] for run in runs]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
-    assert abs(losses[2][3] - losses[0][3]) > 3e-3, "QK-clip made no difference: the test shows nothing"
+    assert losses[1] == pytest.approx(losses[0], abs=3e-4)
+    assert abs(losses[2][3] - losses[0][3]) > 1e-3, "QK-clip made no difference: the test shows nothing"
 
 
 @pytest.mark.slow

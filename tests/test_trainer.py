@@ -164,6 +164,7 @@ def test_bf16_validation_and_tensorboard(folder):
         2,
         *tiny(
             folder,
+            model__flavor="debugmodel",
             training__mixed_precision_param="bfloat16",
             dmuon__mode="z2",
             validation__enable=True,
@@ -228,7 +229,7 @@ def assert_refused(run, message):
         ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
         (
             {"dmuon__include": "*_norm.weight"},
-            "dmuon.include: layers.0.attention_norm.weight is no matrix (shape [256]) and Muon takes only matrices",
+            "dmuon.include: layers.0.attention_norm.weight is no matrix (shape [128]) and Muon takes only matrices",
         ),
         ({"dmuon__exclude": "*"}, "dmuon.exclude: no parameter of the model is left for Muon"),
         ({"dmuon__min_matrix_dim": 100000}, "dmuon.min_matrix_dim: no parameter of the model is left for Muon"),
@@ -331,8 +332,8 @@ def test_non_finite_loss_is_found_before_the_run_looks_good(folder, optimizer, e
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
-    arguments = tiny(folder, training__steps=5000, lr_scheduler__total_steps=5000, metrics__log_freq=1000)
-    process = start_torchrun(2, *arguments)
+    options = {"model__flavor": "debugmodel", "lr_scheduler__total_steps": 5000}
+    process = start_torchrun(2, *tiny(folder, training__steps=5000, metrics__log_freq=1000, **options))
     checkpoints = folder / "out" / "checkpoint"
     deadline = time.monotonic() + 60
     while not (checkpoints.is_dir() and any(checkpoints.glob("step-[0-9]*/checksums.json"))):
@@ -346,7 +347,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
     last = max(
         int(path.parent.name[5:]) for path in checkpoints.glob("step-*/checksums.json") if "incomplete" not in str(path)
     )
-    run = train(2, *tiny(folder, training__steps=last + 2, lr_scheduler__total_steps=5000))
+    run = train(2, *tiny(folder, training__steps=last + 2, **options))
     assert run.codes == [0, 0], run.output
     assert list(run.steps) == [last + 1, last + 2]
 

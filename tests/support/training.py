@@ -12,9 +12,14 @@ import tempfile
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
+from models.llama3 import Llama3Args, flavors
 from tests.support.pool import Job, run_in_new_processes
 from torchtitan_dmuon.trainer import Trainer
+
+# What ``tiny`` trains: the debug model with matrices of an eighth and half of its blocks. Only ``train`` knows it.
+TINY = Llama3Args(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden_dim=320, max_seq_len=2048)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +54,8 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, t
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
+    known = mock.patch.dict(flavors, tiny=TINY)
+    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log), known:
         try:
             code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments], trainer)
         except BaseException:
@@ -90,9 +96,12 @@ def start_torchrun(
 
 
 def tiny(folder: Path, **overrides: object) -> list[str]:
-    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``."""
+    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``. Runs that are not started by
+    ``train`` need another ``model__flavor``."""
     keys = {
         "job.config_file": "train_configs/debug_model.toml",
+        "model.flavor": "tiny",
+        "dmuon.min_matrix_dim": "64",
         "job.dump_folder": str(folder / "out"),
         "training.dataset": "text",
         "training.dataset_path": str(folder / "corpus" / "*.txt"),
