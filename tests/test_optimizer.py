@@ -201,14 +201,13 @@ def test_variants_train_alike_on_every_mesh(tmp_path):
     }
     runs = [
         train(2, *tiny(tmp_path, **options)),
-        train(2, *tiny(tmp_path, **options, training__global_batch_size="4", parallelism__tensor_parallel_degree="2"),
-              fresh=True),
-        train(2, *tiny(tmp_path, **{**options, "dmuon__qk_clip_threshold": "none"}), fresh=True),
+        train(2, *tiny(tmp_path, **options, training__global_batch_size="4", parallelism__tensor_parallel_degree="2")),
+        train(2, *tiny(tmp_path, **{**options, "dmuon__qk_clip_threshold": "none"})),
     ]  # fmt: skip
     assert [run.codes for run in runs] == [[0, 0]] * 3, [run.output for run in runs]
     losses = [[run.steps[step][0] for step in range(1, 5)] for run in runs]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
-    assert abs(losses[2][3] - losses[0][3]) > 3e-3, "QK-clip made no difference: the test shows nothing"
+    assert losses[1] == pytest.approx(losses[0], abs=3e-4)
+    assert abs(losses[2][3] - losses[0][3]) > 1e-3, "QK-clip made no difference: the test shows nothing"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from models.llama3 import Llama3, Llama3Args
 from models.llama3 import spec as llama3
 from tests.support.harness import assert_same, full_weights, weights_of
 from tests.support.oracle import OracleMuon
-from tests.support.pool import distributed, pool_of
+from tests.support.pool import distributed
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import load_config
 from torchtitan_dmuon.loss import cross_entropy_sum, whole
@@ -50,8 +50,10 @@ def one_process(config):
     return losses, weights_of(model)
 
 
-@distributed(world=2, timeout=120)
-def tied_under_tensor_parallelism(rank, world, others, split_loss):
+@pytest.mark.parametrize(("others", "split_loss"), [("fsdp2", True), ("dedicated", False)])
+@distributed(world=2, timeout=120, new_processes=True)
+def test_a_tied_model_under_tensor_parallelism(rank, world, others, split_loss):
+    """Head and embedding are one DTensor, whose gradients of both uses add up. Two does not divide the vocabulary."""
     config = load_config(
         ["--parallelism.tensor_parallel_degree", "2", "--dmuon.others", others, "--optimizer.lr", str(LR),
          "--parallelism.disable_loss_parallel", str(not split_loss).lower(),
@@ -79,11 +81,3 @@ def tied_under_tensor_parallelism(rank, world, others, split_loss):
     expected_losses, expected = one_process(config)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_same(full_weights(model), expected, atol=2e-5)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("others", "split_loss"), [("fsdp2", True), ("dedicated", False)])
-def test_a_tied_model_under_tensor_parallelism(others, split_loss):
-    """Head and embedding are one DTensor, whose gradients of both uses add up. Two does not divide the vocabulary."""
-    pool_of(2).stop()  # DTensor's caches outlive the groups of a mesh of the same shape
-    tied_under_tensor_parallelism(others=others, split_loss=split_loss)

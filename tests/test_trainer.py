@@ -90,12 +90,12 @@ def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(fo
     assert whole.codes == [0] * 4, whole.output
     for mesh in MESHES:
         shutil.rmtree(folder / "out" / "checkpoint" / "step-4", ignore_errors=True)
-        resumed = train(4, *tiny(folder, **options, **mesh), fresh=True)
+        resumed = train(4, *tiny(folder, **options, **mesh))
         assert resumed.codes == [0] * 4, resumed.output
         assert list(resumed.steps) == [3, 4]
         for step in (3, 4):
             assert resumed.steps[step] == pytest.approx(whole.steps[step], abs=2e-4), (mesh, step)
-    alone = train(4, *tiny(folder, checkpoint__enable=False, **options, **MESHES[-1]), fresh=True)
+    alone = train(4, *tiny(folder, checkpoint__enable=False, **options, **MESHES[-1]))
     for step, values in whole.steps.items():
         assert alone.steps[step] == pytest.approx(values, abs=2e-4), step
 
@@ -103,8 +103,8 @@ def test_every_mesh_gives_the_same_losses_and_takes_up_the_others_checkpoints(fo
 def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folder):
     """Everything dedicated: what enters the first block is a collective's result that nobody has waited for."""
     mesh = {"parallelism__tensor_parallel_degree": 2, "dmuon__others": "dedicated", "checkpoint__enable": False}
-    eager = train(2, *tiny(folder, **mesh), fresh=True)
-    run = train(2, *tiny(folder, **mesh, compile__enable=True, compile__backend="aot_eager"), fresh=True)
+    eager = train(2, *tiny(folder, **mesh))
+    run = train(2, *tiny(folder, **mesh, compile__enable=True, compile__backend="aot_eager"))
     assert run.codes == [0, 0], run.output
     for step, values in eager.steps.items():
         assert run.steps[step] == pytest.approx(values, abs=2e-4), step
@@ -114,7 +114,7 @@ def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folde
 def test_tokens_and_flops_are_those_of_one_device(folder, degree, tokens):
     """Tokens a second times seconds a step: ranks of one tensor-parallel group share the tokens of a step."""
     options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree}
-    run = train(2, *tiny(folder, **options), fresh=True)
+    run = train(2, *tiny(folder, **options))
     assert run.codes == [0, 0], run.output
     flops = float(re.search(r"parameters, ([\d.e+]+) FLOPs a token", run.output)[1])
     figures = re.findall(r"tokens/s: ([\d,]+)  TFLOP/s: [\d.]+  .*?step: ([\d.]+) ms", run.output)
@@ -164,6 +164,7 @@ def test_bf16_validation_and_tensorboard(folder):
         2,
         *tiny(
             folder,
+            model__flavor="debugmodel",
             training__mixed_precision_param="bfloat16",
             dmuon__mode="z2",
             validation__enable=True,
@@ -228,7 +229,7 @@ def assert_refused(run, message):
         ({"dmuon__include": "layers.*.nothing"}, "dmuon.include: 'layers.*.nothing' matches no parameter"),
         (
             {"dmuon__include": "*_norm.weight"},
-            "dmuon.include: layers.0.attention_norm.weight is no matrix (shape [256]) and Muon takes only matrices",
+            "dmuon.include: layers.0.attention_norm.weight is no matrix (shape [128]) and Muon takes only matrices",
         ),
         ({"dmuon__exclude": "*"}, "dmuon.exclude: no parameter of the model is left for Muon"),
         ({"dmuon__min_matrix_dim": 100000}, "dmuon.min_matrix_dim: no parameter of the model is left for Muon"),
@@ -331,8 +332,8 @@ def test_non_finite_loss_is_found_before_the_run_looks_good(folder, optimizer, e
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
-    arguments = tiny(folder, training__steps=5000, lr_scheduler__total_steps=5000, metrics__log_freq=1000)
-    process = start_torchrun(2, *arguments)
+    options = {"model__flavor": "debugmodel", "lr_scheduler__total_steps": 5000}
+    process = start_torchrun(2, *tiny(folder, training__steps=5000, metrics__log_freq=1000, **options))
     checkpoints = folder / "out" / "checkpoint"
     deadline = time.monotonic() + 60
     while not (checkpoints.is_dir() and any(checkpoints.glob("step-[0-9]*/checksums.json"))):
@@ -346,7 +347,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
     last = max(
         int(path.parent.name[5:]) for path in checkpoints.glob("step-*/checksums.json") if "incomplete" not in str(path)
     )
-    run = train(2, *tiny(folder, training__steps=last + 2, lr_scheduler__total_steps=5000))
+    run = train(2, *tiny(folder, training__steps=last + 2, **options))
     assert run.codes == [0, 0], run.output
     assert list(run.steps) == [last + 1, last + 2]
 

@@ -56,10 +56,10 @@ def small_disk(path, mebibytes):
 
 
 def test_a_full_disk(tmp_path):
-    """Of a real run. The full checkpoint of 39 MB fits the disk once, not twice."""
+    """Of a real run. The full checkpoint of 5 MB fits the disk once, not twice."""
     write_corpus(tmp_path / "corpus")
     disk = tmp_path / "disk"
-    with small_disk(disk, 60):
+    with small_disk(disk, 8):
         run = train(2, *tiny(tmp_path, job__dump_folder=disk))
         assert_refused(run, f"cannot write checkpoint {disk}/checkpoint/step-4: rank ")
         assert "No space left on device" in run.output and "the checkpoints before it are untouched" in run.output

@@ -16,14 +16,14 @@ from models.layers import RopeScaling
 from scripts.convert_checkpoint import main as convert
 from tests.support.pool import distributed
 from tests.support.toy import read_checkpoint
-from tests.support.training import tiny, train, write_corpus
+from tests.support.training import TINY, tiny, train, write_corpus
 from tests.test_trainer import assert_refused
 from torchtitan_dmuon.checkpoint import CheckpointError, Contents, TrainState
 from torchtitan_dmuon.checkpoint.directory import checksum
 from torchtitan_dmuon.checkpoint.loading import load_huggingface
 
 SPEC = get_model_spec("llama3")
-ARGS = dataclasses.replace(get_model_args("llama3", "debugmodel"), vocab_size=257)
+ARGS = dataclasses.replace(TINY, vocab_size=257)
 TOKENS = torch.randint(257, (2, 50), generator=torch.Generator().manual_seed(1))
 
 pytestmark = pytest.mark.dist
@@ -58,7 +58,7 @@ def run(tmp_path_factory):
 
 def test_to_huggingface_and_back(run, tmp_path):
     checkpoint = run / "out/checkpoint/step-2"
-    assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf"), "--max_shard_gb", "0.01"]) == 0
+    assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf"), "--max_shard_gb", "0.001"]) == 0
     weights = read_checkpoint(checkpoint)
     expected = logits(our_model(weights))
     for kind in (LlamaForCausalLM, AutoModelForCausalLM):
@@ -118,7 +118,7 @@ def test_what_transformers_writes_is_read(run, tmp_path):
     checkpoint = run / "out/checkpoint/step-2"
     assert convert(["to-hf", str(checkpoint), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
-    saved.save_pretrained(tmp_path / "theirs", max_shard_size="5MB")
+    saved.save_pretrained(tmp_path / "theirs", max_shard_size="500KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     for path, in_hf in ((tmp_path / "theirs", True), (tmp_path / "ours", False)):
         if not in_hf:
@@ -180,7 +180,7 @@ def test_weights_of_another_model_are_refused(run, tmp_path):
     options = {"checkpoint__initial_load_path": tmp_path / "hf", "checkpoint__initial_load_in_hf": True}
     options |= {"job__dump_folder": tmp_path / "out"}
     other = train(2, *tiny(run, model__flavor="160M", **options))
-    assert_refused(other, "model.embed_tokens.weight is [257, 256] there, llama3 160M has [257, 768]")
+    assert_refused(other, "model.embed_tokens.weight is [257, 128] there, llama3 160M has [257, 768]")
     shutil.rmtree(tmp_path / "hf")
     assert_refused(train(2, *tiny(run, **options)), "cannot load HuggingFace weights from")
 
@@ -198,9 +198,8 @@ def hf_folder(folder, model, config, **stored):
     return folder
 
 
-def llama(tied, flavor="debugmodel"):
-    args = dataclasses.replace(get_model_args("llama3", flavor), vocab_size=257, tie_embeddings=tied)
-    return SPEC.build(args)
+def llama(tied):
+    return SPEC.build(dataclasses.replace(ARGS, tie_embeddings=tied))
 
 
 @distributed(world=2)
@@ -251,7 +250,7 @@ def contents_of(model):
         optimizer=dict,
         shapes=lambda: {name: tuple(param.shape) for name, param in named.items()},
         loaded=lambda: None,
-        model_name="llama3 debugmodel",
+        model_name="llama3 tiny",
         optimizer_name="DMuon",
         config_toml="",
         seed=0,
@@ -289,7 +288,7 @@ def test_files_cut_off_and_other_architectures_are_one_line(run, tmp_path, capsy
     config = json.loads(config_file.read_text())
     config_file.write_text(json.dumps({**config, "rope_theta": 123.0}))
     other = train(2, *tiny(run, **options))
-    assert_refused(other, "its config.json has rope_theta 123.0, llama3 debugmodel has 500000.0")
+    assert_refused(other, "its config.json has rope_theta 123.0, llama3 tiny has 500000.0")
     config_file.write_text(json.dumps(config))
     weights = tmp_path / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])

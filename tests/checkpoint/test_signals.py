@@ -13,7 +13,12 @@ from tests.support.training import ROOT, start_torchrun, tiny, train, write_corp
 
 pytestmark = pytest.mark.dist
 
-ENDLESS = {"training__steps": 100000, "lr_scheduler__total_steps": 100000, "checkpoint__interval": 50000}
+ENDLESS = {
+    "model__flavor": "debugmodel",
+    "training__steps": 100000,
+    "lr_scheduler__total_steps": 100000,
+    "checkpoint__interval": 50000,
+}
 
 
 @pytest.fixture

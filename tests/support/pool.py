@@ -2,68 +2,90 @@
 
 ``@distributed(world=4)`` turns ``def test_x(rank, world, ...)`` into a test that runs the body on every worker with a
 fresh gloo process group. The first failure is reported with the rank's traceback; a test that outlives its timeout
-has its workers' stacks dumped and the pool killed, so nothing hangs.
+has its workers' stacks dumped and the pool killed, so nothing hangs and the next test gets a fresh pool.
+
+Workers are forked from one warm process that has imported torch, the runtime and the trainer (tests/support/warm.py),
+so that a fresh pool costs some hundredths of a second.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing as mp
 import os
 import signal
-import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 
 import pytest
+import torch
+import torch.distributed as dist
 
 _GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
 # DTensor's caches keep the meshes of finished tests, and their groups' threads: fresh processes every so many tests.
 _JOBS_PER_PROCESS = 60
 
 
-def _worker(rank: int, world: int, pipe) -> None:
+@dataclass(frozen=True)
+class Job:
+    """``module.name(rank, world, **kwargs)``, within ``timeout`` seconds."""
+
+    module: str
+    name: str
+    kwargs: dict[str, object]
+    timeout: float
+    grouped: bool  # a function under ``distributed``, run in a process group; else it makes its own
+
+    def run(self, rank: int, world: int, store: dist.Store) -> None:
+        torch.manual_seed(1234 + rank)
+        function = vars(importlib.import_module(self.module))[self.name]
+        if not self.grouped:
+            return function(rank, world, **self.kwargs)
+        patience = timedelta(seconds=self.timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+        try:
+            function.body(rank, world, **self.kwargs)
+            # A rank must not tear the group down while another still communicates.
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+            gc.collect()
+
+
+def _worker(rank: int, world: int, pipe: Connection, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     # scripts/gpu_check.sh: the same tests with every rank on one GPU, gloo carrying CUDA tensors.
     if "DMUON_TEST_DEVICE" in os.environ:
         torch.set_default_device(os.environ["DMUON_TEST_DEVICE"])
+    server = dist.TCPStore("127.0.0.1", port, is_master=False)
+    number = 0
     while (job := pipe.recv()) is not None:
-        module, name, kwargs, store, timeout = job
-        function = vars(importlib.import_module(module))[name]
+        number += 1
         try:
-            torch.manual_seed(1234 + rank)
-            if not hasattr(function, "body"):  # it starts its own process group
-                function(rank, world, **kwargs)
-                pipe.send(None)
-                continue
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=timeout),
-            )
-            try:
-                function.body(rank, world, **kwargs)
-                # A rank must not tear the group down while another still communicates.
-                dist.barrier()
-            finally:
-                dist.destroy_process_group()
-                importlib.import_module("gc").collect()
+            job.run(rank, world, dist.PrefixStore(f"job {number}", server))
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
+
+
+@functools.cache
+def _context() -> mp.context.BaseContext:
+    if torch.cuda.is_available():  # a fork must not inherit the driver's state
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.warm"])
+    return context
 
 
 class WorkerPool:
@@ -71,16 +93,19 @@ class WorkerPool:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._workers: list[tuple[mp.Process, object]] = []
+        self._workers: list[tuple[mp.Process, Connection]] = []
         self._jobs = 0
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, self.world, theirs), daemon=True)
+            ours, theirs = _context().Pipe()
+            arguments = (rank, self.world, theirs, self._store.port)
+            process = _context().Process(target=_worker, args=arguments, daemon=True)
             process.start()
+            theirs.close()
             self._workers.append((process, ours))
+        self._jobs = 0
 
     def stop(self, kill: bool = False) -> None:
         for process, pipe in self._workers:
@@ -92,48 +117,60 @@ class WorkerPool:
             process.join()
         self._workers = []
 
-    def run(self, module: str, name: str, kwargs: dict, timeout: float) -> None:
+    def run(self, job: Job) -> None:
+        """Fails the test that calls it if ``job`` fails on a rank or does not end in time."""
         if self._jobs >= _JOBS_PER_PROCESS:
             self.stop()
         if not self._workers:
             self._start()
-            self._jobs = 0
         self._jobs += 1
-        with tempfile.TemporaryDirectory() as folder:
-            for _, pipe in self._workers:
-                pipe.send((module, name, kwargs, os.path.join(folder, "store"), timeout))
-            failures, waiting = {}, dict(enumerate(pipe for _, pipe in self._workers))
-            deadline = time.monotonic() + timeout
-            while waiting and time.monotonic() < deadline:
-                for rank in [rank for rank, pipe in waiting.items() if pipe.poll(0.01)]:
-                    try:
-                        error = waiting.pop(rank).recv()
-                    except EOFError:
-                        process = self._workers[rank][0]
-                        process.join(timeout=5)
-                        error = f"the worker process died with exit code {process.exitcode}"
-                    if error:
-                        failures[rank] = error
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if waiting:
-                for rank in waiting:  # their stacks go to stderr, which pytest shows
-                    if self._workers[rank][0].is_alive():
-                        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
-                time.sleep(0.5)
-            if waiting or any("worker process died" in error for error in failures.values()):
-                self.stop(kill=True)
+        for _, pipe in self._workers:
+            pipe.send(job)
+        ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        failures, running = {}, set(ranks)
+        deadline = time.monotonic() + job.timeout
+        while running and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(running), left):
+                running.remove(pipe)
+                try:
+                    error = pipe.recv()
+                except EOFError:
+                    process = self._workers[ranks[pipe]][0]
+                    process.join(timeout=5)
+                    error = f"the worker process died with exit code {process.exitcode}"
+                if error:
+                    failures[ranks[pipe]] = error
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        late = sorted(ranks[pipe] for pipe in running)
+        if late:
+            for rank in late:  # their stacks go to stderr, which pytest shows
+                if self._workers[rank][0].is_alive():
+                    os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        if late or any("worker process died" in error for error in failures.values()):
+            self.stop(kill=True)
         if failures:
             told = "\n".join(f"--- rank {rank}\n{error}" for rank, error in sorted(failures.items()))
-            pytest.fail(f"{name} failed on {len(failures)} of {self.world} ranks\n{told}", pytrace=False)
-        if waiting:
-            pytest.fail(f"{name}: ranks {sorted(waiting)} were still running after {timeout} s", pytrace=False)
+            pytest.fail(f"{job.name} failed on {len(failures)} of {self.world} ranks\n{told}", pytrace=False)
+        if late:
+            pytest.fail(f"{job.name}: ranks {late} were still running after {job.timeout} s", pytrace=False)
 
 
 _POOLS: dict[int, WorkerPool] = {}
 
 
-def pool_of(world: int) -> WorkerPool:
-    return _POOLS.setdefault(world, WorkerPool(world))
+def run_in_pool(world: int, job: Job) -> None:
+    """In the processes that the jobs before it have used."""
+    _POOLS.setdefault(world, WorkerPool(world)).run(job)
+
+
+def run_in_new_processes(world: int, job: Job) -> None:
+    """In processes that end with it."""
+    pool = WorkerPool(world)
+    try:
+        pool.run(job)
+    finally:
+        pool.stop()
 
 
 def stop_all() -> None:
@@ -142,15 +179,17 @@ def stop_all() -> None:
     _POOLS.clear()
 
 
-def distributed(world: int, timeout: float = 90.0):
-    """Run the decorated ``test(rank, world, **fixtures)`` on ``world`` worker processes."""
+def distributed(world: int, timeout: float = 90.0, new_processes: bool = False):
+    """Run the decorated ``test(rank, world, **fixtures)`` on ``world`` worker processes; ``new_processes`` when another
+    test's meshes would be in the way: DTensor's caches outlive the groups of a mesh of the same name and shape."""
+    run = run_in_new_processes if new_processes else run_in_pool
 
     def decorate(body):
         parameters = list(inspect.signature(body).parameters.values())[2:]
 
         @functools.wraps(body)
         def test(**kwargs):
-            pool_of(world).run(body.__module__, body.__name__, kwargs, timeout)
+            run(world, Job(body.__module__, body.__name__, kwargs, timeout, grouped=True))
 
         test.__signature__ = inspect.Signature(parameters)
         test.body = body

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +12,14 @@ import tempfile
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
-from tests.support.pool import pool_of
+from models.llama3 import Llama3Args, flavors
+from tests.support.pool import Job, run_in_new_processes
 from torchtitan_dmuon.trainer import Trainer
+
+# What ``tiny`` trains: the debug model with matrices of an eighth and half of its blocks. Only ``train`` knows it.
+TINY = Llama3Args(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden_dim=320, max_seq_len=2048)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,31 +54,25 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, t
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
+    known = mock.patch.dict(flavors, tiny=TINY)
+    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log), known:
         try:
             code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments], trainer)
         except BaseException:
             traceback.print_exc()
             code = -1
-    gc.enable()
-    faulthandler.register(signal.SIGUSR1)  # the pool's, which train.py has taken
     Path(folder, f"{rank}.code").write_text(str(code))
 
 
-def train(
-    world: int, *arguments: str, timeout: float = 120, fresh: bool = False, trainer: type[Trainer] = Trainer
-) -> Run:
-    """``train.py`` on ``world`` ranks, in the pool's processes; ``%RANK%`` in an argument is the rank's number. With
-    ``fresh`` in processes that no run with a mesh of the same shape has used (DTensor's caches outlive its process
-    groups). ``trainer`` takes the Trainer's place."""
+def train(world: int, *arguments: str, timeout: float = 120, trainer: type[Trainer] = Trainer) -> Run:
+    """``train.py`` on ``world`` ranks, in processes of its own; ``%RANK%`` in an argument is the rank's number.
+    ``trainer`` takes the Trainer's place."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        if fresh:
-            pool_of(world).stop()
         kwargs = {"arguments": list(arguments), "port": port, "folder": folder, "trainer": trainer}
-        pool_of(world).run("tests.support.training", "_main", kwargs, timeout)
+        run_in_new_processes(world, Job("tests.support.training", "_main", kwargs, timeout, grouped=False))
         outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
         run = Run([int(Path(folder, f"{rank}.code").read_text()) for rank in range(world)], outputs)
     for match in _LINE.finditer(outputs[0]):
@@ -100,9 +96,12 @@ def start_torchrun(
 
 
 def tiny(folder: Path, **overrides: object) -> list[str]:
-    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``."""
+    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``. Runs that are not started by
+    ``train`` need another ``model__flavor``."""
     keys = {
         "job.config_file": "train_configs/debug_model.toml",
+        "model.flavor": "tiny",
+        "dmuon.min_matrix_dim": "64",
         "job.dump_folder": str(folder / "out"),
         "training.dataset": "text",
         "training.dataset_path": str(folder / "corpus" / "*.txt"),
