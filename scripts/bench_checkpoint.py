@@ -105,14 +105,14 @@ def worker(result: str, argv: list[str]) -> int:
                 done.setdefault("durable", time.perf_counter() - done["begin"])
                 self.saves.append(done)
 
-        def _train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        def train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
             folder = self.folder / self.config.checkpoint.folder
             if self.current is not None and (folder / f"step-{self.current['step']}").exists():
                 self.finish()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.began.append(time.perf_counter())
-            return super()._train_step(batches)
+            return super().train_step(batches)
 
     return train.main(argv, Timed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -45,6 +46,14 @@ def set_determinism(config: Debug) -> None:
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
+
+
+def all_reduce(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Collective. Sum ``tensor`` in place over the ranks that ``groups`` span together, one group after the other."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def agree(value: object, source: int = 0, group: dist.ProcessGroup | None = None) -> object:

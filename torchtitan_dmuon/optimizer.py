@@ -11,6 +11,7 @@ from torch import nn
 from models.layers import Attention
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
+from torchtitan_dmuon.parallel import Meshes
 
 _BASE_GROUP = "base"
 
@@ -134,13 +135,15 @@ def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
         raise ConfigError(keys, None, str(error)) from None
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, config: JobConfig, lanes: list[dmuon.Lane]) -> torch.Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, config: JobConfig, meshes: Meshes) -> torch.Tensor:
     """Bound the 2-norm of all gradients, or of the matrices' and of the others' (``dmuon.clip``), by
-    ``training.max_norm``. Collective over ``lanes``, which span all ranks. Returns the norm of all of them before
-    clipping, the same everywhere."""
+    ``training.max_norm``. Collective over all ranks. Returns the norm of all of them before clipping, the same on every
+    rank."""
     max_norm = config.training.max_norm
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not isinstance(optimizer, dmuon.Muon):
+        # FSDP2's gradients lie on other meshes than those of tensor parallelism: torch's clip_grad_norm_ refuses that.
+        lanes = [dmuon.Lane("clip", group, meshes.device) for group in meshes.groups]
         return dmuon.clip_gradients_(gradients, max_norm, lanes)
     if config.dmuon.clip == "joint":
         return dmuon.clip_total_grad_norm_(optimizer, max_norm)

@@ -1,12 +1,13 @@
 """torch.profiler traces and CUDA memory snapshots, written every `profile_freq` steps.
 
-Both are context managers around the training loop, which calls `.step()` on what they yield, if anything,
+Both are context managers around the training loop, which calls `step()` of the `Recorder` they yield, if any,
 after each optimizer step. Throughput and memory figures of every step are in `metrics`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,13 @@ from torchtitan_dmuon.config.job_config import Profiling
 from torchtitan_dmuon.logging import logger
 
 _SNAPSHOT_MAX_ENTRIES = 100_000
+
+
+class Recorder(Protocol):
+    """Of a run: a `torch.profiler.profile` or `MemorySnapshots`."""
+
+    def step(self) -> None:
+        """Called after each optimizer step."""
 
 
 @contextmanager
@@ -69,7 +77,7 @@ class MemorySnapshots:
         self.global_step = global_step
 
     def step(self) -> None:
-        """Call after each optimizer step."""
+        """Called after each optimizer step."""
         self.global_step += 1
         if self.global_step % self.freq == 0:
             self.dump(f"iteration_{self.global_step}")

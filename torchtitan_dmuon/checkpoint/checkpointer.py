@@ -62,12 +62,13 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- saving
 
-    def due(self, step: int, last: bool) -> bool:
-        """Whether a checkpoint is to be written after ``step``. Not collective."""
+    def due(self, step: int, wanted: bool = False) -> bool:
+        """Whether a checkpoint is to be written after ``step``: the interval says so, or somebody wants one that is not
+        there yet. Not collective."""
         if not self.can_save or step == self._last_saved:
             return False
         first = step == 1 and self.config.enable_first_step_checkpoint
-        return first or last or step % self.config.interval == 0
+        return first or wanted or step % self.config.interval == 0
 
     def save(self, state: TrainState, last: bool = False, stopping: bool = False) -> None:
         """Collective. Write ``step-N``, in the way ``async_mode`` says; it appears when it is durable.

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_dmuon.checkpoint.directory import (
-    CHECKSUMS_FILE,
     METADATA_FILE,
     CheckpointError,
     corrupted_because,
@@ -237,8 +236,3 @@ def _read(path: Path, tensors: Tensors, group: dist.ProcessGroup, reader: dcp.St
     except CheckpointException as error:
         rank, (exception, _) = sorted(error.failures.items())[0]
         raise CheckpointError(f"cannot load checkpoint {path}: rank {rank}: {exception}") from error
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` has the files of a checkpoint of ours or of plain DCP. Not collective."""
-    return (path / METADATA_FILE).is_file() and (path / CHECKSUMS_FILE).is_file()

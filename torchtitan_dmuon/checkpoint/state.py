@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from models import HFNameMap
+from models import HFNameMap, get_model_args, get_model_spec
+from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, CheckpointError
+from torchtitan_dmuon.config import JobConfig, config_to_toml
 
 Tensors = dict[str, torch.Tensor]
 
@@ -86,3 +90,22 @@ class Contents:
     seed: int
     hf_names: HFNameMap
     hf_config: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, model_args: Any, config: JobConfig) -> Contents:
+        """Of a parallelized model with its optimizer. ``model_args`` are the family's, as the model was built."""
+        spec = get_model_spec(config.model.name)
+        # The run's longest sequence sizes its rotary table; the weights are for the flavor's.
+        made_for = get_model_args(config.model.name, config.model.flavor).max_seq_len
+        return cls(
+            model=lambda: dmuon.get_model_state_dict(model),
+            optimizer=lambda: dmuon.get_optimizer_state_dict(model, optimizer),
+            shapes=lambda: dmuon.get_model_shapes(model),
+            loaded=lambda: dmuon.publish_weights(model),
+            model_name=f"{config.model.name} {config.model.flavor}",
+            optimizer_name=config.optimizer.name,
+            config_toml=config_to_toml(config),
+            seed=config.debug.seed,
+            hf_names=spec.hf,
+            hf_config=spec.hf.hf_config(dataclasses.replace(model_args, max_seq_len=made_for)),
+        )
