@@ -103,7 +103,7 @@ class Checkpointer:
                 self._keep_latest(state.step)
 
         behind = not (last or stopping)
-        self._saver.save(final, tensors, state, self._contents.config_toml, done, behind, convert)
+        self._saver.save(final, tensors, state, self._contents.config_toml, done, behind=behind, convert=convert)
         self._last_saved = state.step
 
     def _convert(self, written: Path) -> None:
@@ -178,19 +178,24 @@ class Checkpointer:
                 f"checkpoint.load_step: {self.folder} has no complete step {config.load_step}, only {steps}"
             )
         if steps and not config.create_seed_checkpoint:
-            step = steps[-1] if config.load_step == -1 else config.load_step
-            if step != steps[-1]:
-                logger.warning(
-                    "Later checkpoints, up to step %d, stay in %s: without load_step the next run takes the latest",
-                    *(steps[-1], self.folder),
-                )
-            state = self._load(step_folder(self.folder, step), "Resumed from checkpoint")
-            self._last_saved = state.step
-            return state
-        if self._initial_path is None:
-            return None
-        path = Path(self._initial_path)
-        if config.initial_load_in_hf:
+            return self._load_own(steps)
+        return None if self._initial_path is None else self._load_initial(Path(self._initial_path))
+
+    def _load_own(self, steps: list[int]) -> TrainState:
+        """Of this run's checkpoints, the one asked for."""
+        step = steps[-1] if self.config.load_step == -1 else self.config.load_step
+        if step != steps[-1]:
+            logger.warning(
+                "Later checkpoints, up to step %d, stay in %s: without load_step the next run takes the latest",
+                *(steps[-1], self.folder),
+            )
+        state = self._load(step_folder(self.folder, step), "Resumed from checkpoint")
+        self._last_saved = state.step
+        return state
+
+    def _load_initial(self, path: Path) -> TrainState | None:
+        """The weights of a HuggingFace folder; or of a checkpoint the weights, or all of it."""
+        if self.config.initial_load_in_hf:
             load_huggingface(path, self._contents, self._group)
             logger.info("Loaded HuggingFace weights from %s", path)
             return None
@@ -199,17 +204,17 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint.initial_load_path: {path} is no complete checkpoint ({problem}); name a step-N folder"
             )
-        if config.initial_load_model_only:
-            verify(path, self._group)
-            saved = read_state(path, self._group)
-            if saved.contents == HUGGINGFACE:
-                raise CheckpointError(
-                    f"checkpoint.initial_load_path: {path} holds HuggingFace files; set checkpoint.initial_load_in_hf"
-                )
-            load_checkpoint(path, self._contents, saved, {"model"}, self._group)
-            logger.info("Loaded the weights of %s", path)
-            return None
-        return self._load(path, "Started from checkpoint")
+        if not self.config.initial_load_model_only:
+            return self._load(path, "Started from checkpoint")
+        verify(path, self._group)
+        saved = read_state(path, self._group)
+        if saved.contents == HUGGINGFACE:
+            raise CheckpointError(
+                f"checkpoint.initial_load_path: {path} holds HuggingFace files; set checkpoint.initial_load_in_hf"
+            )
+        load_checkpoint(path, self._contents, saved, {"model"}, self._group)
+        logger.info("Loaded the weights of %s", path)
+        return None
 
     def _load(self, path: Path, what: str) -> TrainState:
         """All of a checkpoint but what is excluded."""

@@ -12,7 +12,8 @@ import json
 import re
 from typing import Any, NoReturn
 
-from torchtitan_dmuon.config.job_config import KEYS, SECTIONS, JobConfig, conflicts
+from torchtitan_dmuon.config.conflicts import conflicts
+from torchtitan_dmuon.config.job_config import KEYS, SECTIONS, JobConfig
 from torchtitan_dmuon.config.key import ConfigError, KeySpec
 from torchtitan_dmuon.config.unsupported import UNSUPPORTED
 
