@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from torchtitan_dmuon.data import (
     build_tokenizer,
 )
 from torchtitan_dmuon.optimizer import build_newton_schulz
-from torchtitan_dmuon.parallel import ParallelDims, check_tensor_parallel
+from torchtitan_dmuon.parallel import ParallelDims
 
 _TOKEN_CACHE = Path(".cache/tokens")
 
@@ -152,8 +153,8 @@ def _model_args(config: JobConfig, tokenizer_vocab: int) -> Any:
     return dataclasses.replace(args, max_seq_len=seq_len)
 
 
-def _check_split(config: JobConfig, model_args: Any, tensor_parallel_degree: int) -> None:
-    """Tensor parallelism splits heads, and sequences between the blocks."""
+def _check_split(config: JobConfig, model_args: Any, degree: int) -> None:
+    """Tensor parallelism splits heads, and between the blocks sequences."""
     sizes = {
         "the model's n_heads": model_args.n_heads,
         "the model's n_kv_heads": model_args.n_kv_heads,
@@ -161,7 +162,14 @@ def _check_split(config: JobConfig, model_args: Any, tensor_parallel_degree: int
     }
     if config.validation.enable:
         sizes["validation.seq_len"] = config.validation.seq_len
-    check_tensor_parallel(tensor_parallel_degree, sizes)
+    for name, size in sizes.items():
+        if size % degree:
+            raise ConfigError(
+                "parallelism.tensor_parallel_degree",
+                None,
+                f"found {degree}, which does not divide {name} = {size} (the largest divisor they share is "
+                f"{math.gcd(degree, size)})",
+            )
 
 
 def _dataset(config: JobConfig, section: str, tokenizer: Tokenizer) -> PackedDataset:

@@ -20,7 +20,7 @@ def build_optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimize
     """``dmuon.Muon`` or ``torch.optim.AdamW`` over a parallelized and materialised model.
 
     Raises:
-        ConfigError: a pattern of ``optimizer.param_groups`` that matches no parameter, or names that go wrong.
+        ConfigError: a pattern of ``optimizer.param_groups`` that matches no parameter, or keys that do not go together.
     """
     opt, section = config.optimizer, config.dmuon
     groups = group_parameters(model, opt.param_groups)
@@ -91,14 +91,14 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
 
 
 def base_group(optimizer: torch.optim.Optimizer) -> int:
-    """Position among ``optimizer.param_groups`` of the one that stands for all: what no table has taken, the matrices
-    of it if Muon has any; the first one when the tables have taken everything."""
+    """Position in ``optimizer.param_groups`` of the group whose learning rate the log shows: the parameters that no
+    table takes (of them the matrices, if Muon has any). The first group when the tables take everything."""
     names = [group["group_name"].partition("/")[0] for group in optimizer.param_groups]
     return names.index(_BASE_GROUP) if _BASE_GROUP in names else 0
 
 
 def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
-    """What ``torch.optim.AdamW`` takes of a semantic group: the values of its AdamW half."""
+    """A semantic group as ``torch.optim.AdamW`` takes it, with the values of its AdamW half."""
     names = {"adamw_betas": "betas", "adamw_eps": "eps", "lr": "lr", "weight_decay": "weight_decay"}
     names |= {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}  # later: these win
     chosen = {ours: group[name] for name, ours in names.items() if name in group}

@@ -27,7 +27,9 @@ class Recorder(Protocol):
 
 
 @contextmanager
-def maybe_enable_profiling(config: Profiling, dump_folder: str, global_step: int = 0) -> Iterator[profile | None]:
+def maybe_enable_profiling(
+    config: Profiling, dump_folder: str | Path, global_step: int = 0
+) -> Iterator[profile | None]:
     """Profile the last `profiler_active` of every `profile_freq` steps, or yield None when profiling is off.
 
     Each trace is `<dump_folder>/<save_traces_folder>/iteration_N/rankR_trace.json`, N being its last step. A
@@ -91,7 +93,7 @@ class MemorySnapshots:
 
 @contextmanager
 def maybe_enable_memory_snapshot(
-    config: Profiling, dump_folder: str, global_step: int = 0
+    config: Profiling, dump_folder: str | Path, global_step: int = 0
 ) -> Iterator[MemorySnapshots | None]:
     """Record the CUDA allocator's history, or yield None when snapshots are off or there is no CUDA.
 

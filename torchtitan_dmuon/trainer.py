@@ -131,8 +131,8 @@ class Trainer:
         gc.disable()  # collections at different times on different ranks make every rank wait for each
         gc.collect()
         with (
-            maybe_enable_profiling(config.profiling, str(self.folder), self.step) as profiler,
-            maybe_enable_memory_snapshot(config.profiling, str(self.folder), self.step) as snapshots,
+            maybe_enable_profiling(config.profiling, self.folder, self.step) as profiler,
+            maybe_enable_memory_snapshot(config.profiling, self.folder, self.step) as snapshots,
         ):
             stopped = self._loop([recorder for recorder in (profiler, snapshots) if recorder is not None])
         self.metrics.close()

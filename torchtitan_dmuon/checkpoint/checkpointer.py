@@ -62,7 +62,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- saving
 
-    def due(self, step: int, wanted: bool = False) -> bool:
+    def due(self, step: int, wanted: bool) -> bool:
         """Whether a checkpoint is to be written after ``step``: the interval says so, or somebody wants one that is not
         there yet. Not collective."""
         if not self.can_save or step == self._last_saved:
@@ -74,9 +74,9 @@ class Checkpointer:
         """Collective. Write ``step-N``, in the way ``async_mode`` says; it appears when it is durable.
 
         Args:
-            last: after the last step of the run: written before this returns, and with only the weights if so
-                configured.
-            stopping: the run ends here though it is not at its last step: all of it, written before this returns.
+            last: the run has made its last step. The checkpoint is written before this returns, with only the weights
+                if ``last_save_model_only`` says so.
+            stopping: the run ends before its last step. The checkpoint is whole, and written before this returns.
 
         Raises:
             CheckpointError: on every rank, when any rank could not write this checkpoint or the one before.
@@ -117,8 +117,8 @@ class Checkpointer:
             path.unlink()
 
     def _keep_latest(self, step: int) -> None:
-        """Remove older checkpoints, now that ``step`` is durable. Later ones are of another run of these steps, and
-        those without optimizer state are results: both stay."""
+        """Remove older checkpoints, now that ``step`` is durable. Those of later steps stay (a run was resumed from an
+        earlier one), and so do model-only ones (they are results)."""
         if self.config.keep_latest_k == 0:
             return
         older = []
@@ -140,7 +140,7 @@ class Checkpointer:
         return self._saver is not None and self._saver.has_failed
 
     def wait_staged(self) -> None:
-        """Before weights change: return when the copy that a save is made from is complete. Not collective."""
+        """To be called before weights change: returns when a save under way has its copy of them. Not collective."""
         if self._saver is not None:
             self._saver.wait_staged()
 
@@ -160,8 +160,8 @@ class Checkpointer:
         """Collective. Resume from ``load_step`` or the newest complete checkpoint, else from the initial one.
 
         Returns:
-            What was loaded beside tensors: of an excluded or unwanted part the field is empty, and ``step`` is 0 when
-            the run begins anew from loaded weights. ``None`` when nothing was loaded.
+            ``trainer.json`` of the checkpoint that the run goes on from. Fields of excluded parts are empty, ``step``
+            0. ``None`` when the run begins anew, be it from loaded weights.
 
         Raises:
             CheckpointError: on every rank: the step asked for is not there, or the checkpoint is of another model, or
@@ -217,7 +217,7 @@ class Checkpointer:
         return None
 
     def _load(self, path: Path, what: str) -> TrainState:
-        """All of a checkpoint but what is excluded."""
+        """Load all of the checkpoint ``path`` but ``exclude_from_loading``. ``what`` begins the log line."""
         verify(path, self._group)
         saved = read_state(path, self._group)
         if saved.contents != FULL:
@@ -246,7 +246,7 @@ class Checkpointer:
         )
 
     def _listed_steps(self) -> tuple[list[int], str | None]:
-        """On rank 0. What :meth:`_resumable_steps` gives, or why it could not."""
+        """On rank 0. (what :meth:`_resumable_steps` gives, why it cannot)."""
         try:
             return self._resumable_steps(), None
         except OSError as error:

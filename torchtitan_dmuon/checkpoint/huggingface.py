@@ -153,7 +153,7 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans from tensors on meta and reads each when the writer asks for it."""
+    """Plans with tensors on meta, and reads each one when the writer asks for it."""
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ def is_tied(folder: Path) -> bool:
 
 
 def check_tied_head(folder: Path, names: HFNameMap, part: int = 0, parts: int = 1) -> None:
-    """A head that is stored although it is tied must be the embedding, or a weight would be dropped without a word.
-    Compares one of ``parts`` runs of rows. Raises ValueError."""
+    """Check that a head which is stored although it is tied is the embedding, or loading would drop a weight without a
+    word. Compares the run of rows ``part`` of ``parts``. Raises ValueError."""
     from safetensors import safe_open
 
     head, embedding = names.to_hf("output.weight"), names.to_hf("tok_embeddings.weight")
@@ -190,6 +190,7 @@ def check_tied_head(folder: Path, names: HFNameMap, part: int = 0, parts: int = 
 
 
 def _alone(call: Callable[[], object]) -> None:
+    """Let DCP run without a process group, and without its warning that there is none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -96,14 +95,3 @@ class Meshes:
     def groups(self) -> list[dist.ProcessGroup]:
         """As ``dp_groups``, for all ranks."""
         return self.dp_groups if self.tp is None else [*self.dp_groups, self.tp.get_group()]
-
-
-def check_tensor_parallel(tp: int, sizes: dict[str, int]) -> None:
-    """Raises ConfigError when ``tp`` does not divide one of the named ``sizes``."""
-    for name, size in sizes.items():
-        if size % tp:
-            common = math.gcd(tp, size)
-            raise ConfigError(
-                "parallelism.tensor_parallel_degree", None, f"found {tp}, which does not divide {name} = {size} "
-                f"(the largest divisor they share is {common})",
-            )  # fmt: skip
