@@ -1,4 +1,4 @@
-"""Layers shared by the model families (norm, rotary embedding, attention, SwiGLU) and the seed per parameter.
+"""Layers shared by the model families: norm, rotary embedding, attention, SwiGLU.
 
 Everything here computes what the HuggingFace layer of the same kind computes, in fp32 and in bf16, so that
 weights map one to one by name. Not here: whole blocks and models, initial distributions (each family's
@@ -7,7 +7,6 @@ config, so a tensor-parallel rank that holds a slice of the heads runs the same 
 """
 
 import functools
-import hashlib
 import math
 from dataclasses import dataclass
 
@@ -15,15 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
-
-
-def parameter_seed(seed: int, fqn: str) -> int:
-    """A 64-bit seed for the initial values of the parameter `fqn`, the same on every platform and version.
-
-    One seed per name makes initialisation independent of order, of world size and of which rank does it.
-    """
-    digest = hashlib.blake2b(f"{seed}/{fqn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 class RMSNorm(nn.Module):

@@ -105,14 +105,14 @@ def worker(result: str, argv: list[str]) -> int:
                 done.setdefault("durable", time.perf_counter() - done["begin"])
                 self.saves.append(done)
 
-        def _train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        def train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
             folder = self.folder / self.config.checkpoint.folder
             if self.current is not None and (folder / f"step-{self.current['step']}").exists():
                 self.finish()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.began.append(time.perf_counter())
-            return super()._train_step(batches)
+            return super().train_step(batches)
 
     return train.main(argv, Timed)
 
@@ -145,15 +145,8 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True)
     steps = (options.saves + 1) * options.interval + options.interval // 2
     config = [] if "--job.config_file" in keys else ["--job.config_file", "train_configs/debug_model.toml"]
-    common = [
-        *config,
-        "--training.steps",
-        str(steps),
-        "--checkpoint.keep_latest_k",
-        "2",
-        "--metrics.log_freq",
-        "100000",
-    ]
+    common = [*config, "--training.steps", str(steps), "--checkpoint.keep_latest_k", "2"]
+    common += ["--metrics.log_freq", "100000"]
 
     plain = run(folder, options.nproc, "none", [*common, *keys, "--checkpoint.enable", "false"])
     step_seconds = statistics.median(
@@ -164,15 +157,13 @@ def main(argv: list[str]) -> int:
     for mode in MODES:
         saving = ["--checkpoint.enable", "true", "--checkpoint.interval", str(options.interval)]
         ranks = run(folder, options.nproc, mode, [*common, *keys, *saving, "--checkpoint.async_mode", mode])
-        # The save after the last step waits for all that is under way: it is no measure.
+        # Without the first save, and without the one after the last step, which waits for all that is under way.
         saves = [save for rank in ranks for save in rank["saves"][1 : options.saves + 1]]
         stalls = []
         for rank in ranks:
-            # From the first save that counts to the last one's next: steps of one interval around every save.
-            begin, end = (
-                2 * options.interval - 1,
-                min(len(rank["began"]) - 1, (options.saves + 1) * options.interval + 3),
-            )
+            # From the step of the second save to a few steps after that of the last one that counts.
+            begin = 2 * options.interval - 1
+            end = min(len(rank["began"]) - 1, (options.saves + 1) * options.interval + 3)
             took = rank["began"][end] - rank["began"][begin]
             stalls.append((took - (end - begin) * step_seconds) / options.saves)
         worst = {key: max(save[key] for save in saves) for key in ("blocked", "durable", "host", "device")}

@@ -35,12 +35,12 @@ from torch.distributed.tensor import DTensor, Replicate
 import dmuon
 from dmuon import NewtonSchulz
 from models import get_model_args, get_model_spec
-from models.layers import parameter_seed
 from torchtitan_dmuon.config import JobConfig, load_config
 from torchtitan_dmuon.distributed import init_distributed
 from torchtitan_dmuon.loss import build_loss, whole
+from torchtitan_dmuon.model import build_model
 from torchtitan_dmuon.optimizer import build_optimizer
-from torchtitan_dmuon.parallel import Meshes, ParallelDims, parallelize
+from torchtitan_dmuon.parallel import Meshes, ParallelDims
 
 BATCHES = {"1B": 4, "3B": 2, "debugmodel": 1}  # sequences a rank
 OPTIMIZERS = ("adamw", "adamw-z2", "adamw-hot", "allgather", "dmuon-z2", "dmuon-z3")
@@ -121,30 +121,22 @@ def configure(flavor: str, optimizer: str, arguments: argparse.Namespace) -> Job
     return load_config([part for key, value in keys.items() for part in (f"--{key}", value)])
 
 
-def build(config: JobConfig, meshes: Meshes, device: torch.device, optimizer: str, arguments: argparse.Namespace):
-    """(model, optimizer) as the trainer makes them. Collective."""
+def build(config: JobConfig, meshes: Meshes, optimizer: str, arguments: argparse.Namespace):
+    """(model, optimizer, vocabulary) as the trainer makes them. Collective."""
     args = get_model_args(config.model.name, config.model.flavor)
     args = dataclasses.replace(args, vocab_size=args.vocab_size or 512, max_seq_len=arguments.seq_len)
     with torch.device("meta"):
-        spec = get_model_spec(config.model.name)
-        model = spec.build(args)
-    init_parameter = model.init_parameter
-    matrices = {name for name, d in dmuon.classify(model, config.dmuon.min_matrix_dim).items() if d.muon}
-    shapes = [tuple(param.shape) for name, param in model.named_parameters() if name in matrices]
-    parallelize(model, meshes, spec, config)
-
-    def init(fqn: str, tensor: torch.Tensor) -> None:
-        init_parameter(fqn, tensor, torch.Generator(tensor.device).manual_seed(parameter_seed(0, fqn)))
-
-    dmuon.materialize(model, init, device)
-    model.init_buffers(device)
+        plain = get_model_spec(config.model.name).build(args)
+    decisions = dmuon.classify(plain, config.dmuon.min_matrix_dim)
+    matrices = {name: param.shape for name, param in plain.named_parameters() if decisions[name].muon}
+    model, _ = build_model(config, args, meshes)
     if optimizer == "allgather":
         # torch.compile puts a module of its own around a block.
         names = {name for name, _ in model.named_parameters() if name.replace("_orig_mod.", "") in matrices}
         return model, AllGatherMuon(model, names, config.optimizer.lr), args.vocab_size
     made = build_optimizer(model, config)
     if optimizer == "adamw-hot":
-        heat = Heat(shapes, dist.get_world_size(), device)
+        heat = Heat(matrices.values(), dist.get_world_size(), meshes.device)
         made.register_step_post_hook(lambda *_: heat())
     return model, made, args.vocab_size
 
@@ -170,10 +162,10 @@ class Marks:
         return [a.elapsed_time(b) if self._cuda else 1e3 * (b - a) for a, b in pairs]
 
 
-def measure(flavor: str, name: str, meshes: Meshes, device: torch.device, arguments: argparse.Namespace) -> list[float]:
+def measure(flavor: str, name: str, meshes: Meshes, arguments: argparse.Namespace) -> list[float]:
     """[step, forward, backward, optimizer, peak GiB, exposed communication or NaN] over all ranks."""
-    config = configure(flavor, name, arguments)
-    model, optimizer, vocab_size = build(config, meshes, device, name, arguments)
+    config, device = configure(flavor, name, arguments), meshes.device
+    model, optimizer, vocab_size = build(config, meshes, name, arguments)
     loss_fn = build_loss(config.compile)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     shape = (arguments.batch or BATCHES[flavor], arguments.seq_len + 1)
@@ -298,7 +290,7 @@ def main() -> int:
         baseline = [math.nan] * 6
         for name in optimizers:
             try:
-                row = measure(flavor, name, meshes, device, arguments)
+                row = measure(flavor, name, meshes, arguments)
             except Exception as error:
                 if world > 1:
                     raise  # the other ranks wait in a collective: torchrun ends them

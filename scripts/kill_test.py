@@ -48,7 +48,7 @@ def worker(journal: str, argv: list[str]) -> int:
     from torchtitan_dmuon.trainer import Trainer
 
     class Recorded(Trainer):
-        def _train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        def train_step(self, batches: Iterator[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
             samples: list[int] = []
 
             def recorded() -> Iterator[dict[str, torch.Tensor]]:
@@ -56,7 +56,7 @@ def worker(journal: str, argv: list[str]) -> int:
                     samples.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["input"])
                     yield batch
 
-            loss, grad_norm = super()._train_step(recorded())
+            loss, grad_norm = super().train_step(recorded())
             entry = {"step": self.step, "loss": loss.item().hex(), "norm": grad_norm.item().hex(), "samples": samples}
             with open(f"{journal}-{self.rank}.jsonl", "a") as file:
                 file.write(json.dumps(entry) + "\n")

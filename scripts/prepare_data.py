@@ -193,7 +193,7 @@ def positive(text: str) -> int:
     return value
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--input", required=True, metavar="GLOB", help="files, a folder or a glob (quote it)")
     parser.add_argument("--format", required=True, choices=("text", "jsonl", "parquet"))
@@ -203,7 +203,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shard-tokens", type=positive, default=100_000_000, metavar="N")
     parser.add_argument("--num-proc", type=positive, default=1, metavar="N", help="processes that tokenize")
     parser.add_argument("--overwrite", action="store_true", help="replace the shards that are there")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def main() -> int:

@@ -8,11 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from models.llama3 import Llama3
 from tests.support.oracle import OracleMuon
 from tests.support.training import TINY, tiny, train, write_corpus
-from torchtitan_dmuon.dmuon import Lane
+from torchtitan_dmuon.initialization import seeded_init
 from torchtitan_dmuon.trainer import Trainer
 
 pytestmark = pytest.mark.dist
@@ -36,18 +37,18 @@ def made_batch(step, dp_rank, index):
 class Fed(Trainer):
     """Reads ``made_batch`` instead of its loader, and notes what each step gave and how often it exchanged."""
 
-    def _train_step(self, batches):
-        exchanges, exchange = Counter(), Lane.exchange
+    def train_step(self, batches):
+        exchanges, exchange = Counter(), dist.all_to_all_single
 
-        def counting(lane, *args):
-            exchanges[lane.name] += 1
-            return exchange(lane, *args)
+        def counting(*args, group, **kwargs):
+            exchanges[group.group_desc] += 1
+            return exchange(*args, group=group, **kwargs)
 
         made = [
             made_batch(self.step, self.meshes.dp_rank, index) for index in range(self.loader.micro_batches_per_step)
         ]
-        with mock.patch.object(Lane, "exchange", counting):
-            loss, grad_norm = super()._train_step(iter(made))
+        with mock.patch.object(dist, "all_to_all_single", counting):
+            loss, grad_norm = super().train_step(iter(made))
         with (self.folder / f"steps-{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps({"loss": loss.item(), "norm": grad_norm.item(), "exchanges": exchanges}) + "\n")
         return loss, grad_norm
@@ -75,7 +76,8 @@ def run(folder, world, micro_batches, dp_size, **options):
 def one_process(optimizer_name, micro_batches, dp_size):
     """[(loss, gradient norm)]: the mean over all valid labels of a step, in one batch."""
     model = Llama3(dataclasses.replace(TINY, vocab_size=VOCAB, max_seq_len=LENGTH))
-    model.init_weights(seed=0)
+    for named_parameter in model.named_parameters():
+        seeded_init(model.init_parameter, 0)(*named_parameter)
     adamw = {"betas": (0.9, 0.95), "weight_decay": HYPER["weight_decay"]}
     if optimizer_name == "AdamW":
         optimizer = torch.optim.AdamW(model.parameters(), lr=HYPER["lr"], **adamw)
@@ -132,5 +134,5 @@ def test_gradients_go_on_once_a_step(tmp_path, others, units):
     for steps in run(tmp_path, 2, 4, 1, **options):
         assert len(steps) == STEPS
         for step in steps:
-            assert step["exchanges"]["reduce_tp"] == units, step
-            assert step["exchanges"]["publish_tp"] == units, step
+            assert step["exchanges"]["dmuon_reduce_tp"] == units, step
+            assert step["exchanges"]["dmuon_publish_tp"] == units, step

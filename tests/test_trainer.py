@@ -311,9 +311,9 @@ class LooksLater(Trainer):
         self._found_inf_on_device = True
         self._watch = signals
 
-    def _train_step(self, batches):
+    def train_step(self, batches):
         self._watch.stop = self.step == 3 and self.config.job.description == "stop"
-        return super()._train_step(batches)
+        return super().train_step(batches)
 
 
 @pytest.mark.parametrize("end", ["last step", "validation", "signal"])

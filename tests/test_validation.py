@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.oracle import ToyModel
 from tests.support.pool import distributed
-from torchtitan_dmuon.config.job_config import Compile, Validation
-from torchtitan_dmuon.data import PackedDataset, build_loader
-from torchtitan_dmuon.dmuon import Lane
+from torchtitan_dmuon.config.job_config import Compile, Parallelism, Validation
+from torchtitan_dmuon.data import LoaderConfig, PackedDataset, TokenLoader
 from torchtitan_dmuon.loss import build_loss
+from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.validation import validate
 
 LENGTH, VOCAB, LOCAL = 7, 29, 2
@@ -32,17 +31,17 @@ def test_every_label_counts_once(rank, world, samples, steps):
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCAB, (samples * LENGTH + 1,), generator=generator, device="cpu")
     dataset = PackedDataset(tokens.numpy(), LENGTH)
-    loader = build_loader(dataset, local_batch_size=LOCAL, dp_rank=rank, dp_size=world, infinite=False)
+    loader = TokenLoader(dataset, LoaderConfig(LOCAL, infinite=False), rank, world)
     model = ToyModel(vocab=VOCAB)
     # A model that is another one in training.
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
-    lanes = [Lane("dp", dist.group.WORLD, torch.device("cpu"))]
+    meshes = ParallelDims.from_config(Parallelism(), world).build(torch.device("cpu"))
     config = Validation(enable=True, steps=steps)
     seen = samples if steps == -1 else min(samples, steps * LOCAL * world)
     with torch.no_grad():
         wanted = expected(model.eval(), tokens, seen)
     model.train()
     for _ in range(2):  # every time from the beginning
-        found = validate(model, loader, build_loss(Compile()), config, lanes, torch.no_grad)
+        found = validate(model, loader, build_loss(Compile()), config, meshes, torch.no_grad)
         assert found == pytest.approx(wanted, rel=1e-6)
         assert model.training

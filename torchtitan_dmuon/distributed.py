@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -40,22 +41,31 @@ def set_determinism(config: Debug) -> None:
     """Seed this process, and ask PyTorch for deterministic algorithms if the config does. Before any CUDA work."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=config.deterministic_warn_only)
+        torch.use_deterministic_algorithms(mode=True, warn_only=config.deterministic_warn_only)
         torch.backends.cudnn.benchmark = False
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
 
 
-def agree(value: object, source: int = 0, group: dist.ProcessGroup | None = None) -> object:
-    """Collective over ``group`` (default: all ranks). What rank ``source`` passes, on every rank."""
+def all_reduce(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Collective. Sum ``tensor`` in place over the ranks that ``groups`` span together, one group after the other."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def agree(value: object, group: dist.ProcessGroup | None = None) -> object:
+    """Collective over ``group`` (default: all ranks). Returns on every rank the ``value`` that rank 0 passes."""
     box = [value]
-    dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 
 def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Collective over ``group``. The problem of the first rank that has one, on every rank."""
+    """Collective over ``group``. Returns on every rank the problem of the first rank that has one, as
+    ``rank 2: its problem``; ``None`` when no rank has one."""
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     return next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), None)
@@ -63,5 +73,5 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
 
 def checkpoint_group() -> dist.ProcessGroup:
     """Collective. A gloo group of all ranks that only checkpoints use, so that saves can go on behind the training.
-    Its timeout is that of the slowest disk; a rank that dies ends its collectives at once all the same."""
+    Its timeout allows for a slow disk; when a rank dies, the collectives of the others end at once all the same."""
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=30), group_desc="checkpoint")

@@ -1,8 +1,8 @@
-"""torchrun that lets the training processes answer signals: ``python -m torchtitan_dmuon.launch`` takes its arguments.
+"""torchrun that lets the training processes answer signals: ``python -m torchtitan_dmuon.launch``, with its arguments.
 
-torchrun's own agent ends with an error when it gets SIGTERM, and kills the processes 30 s later. Here SIGTERM, SIGINT
-and SIGUSR1 are passed on to the training processes and nothing else happens: when they have saved and ended with exit
-code 0, so does the launcher.
+torchrun's own agent ends with an error when it gets SIGTERM, and kills the processes 30 s later. This launcher passes
+SIGTERM, SIGINT and SIGUSR1 on to the training processes and does nothing else: when they have saved and ended with exit
+code 0, it ends with 0 too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from torch.distributed import run
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Left to torchrun: it ends everything.
+# torchrun keeps these, and ends everything when one arrives.
 _HANDLED_BY_TORCHRUN = "SIGHUP,SIGQUIT"
 
 

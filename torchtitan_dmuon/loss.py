@@ -29,7 +29,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 def whole(loss: torch.Tensor) -> torch.Tensor:
-    """A loss computed on logits split along the vocabulary, as a plain tensor."""
+    """The loss as a plain tensor. Computed on logits that are split along the vocabulary, it is a DTensor."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

@@ -8,7 +8,8 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_dmuon.config.job_config import LRScheduler, schedule_conflicts
+from torchtitan_dmuon.config.conflicts import schedule_conflicts
+from torchtitan_dmuon.config.job_config import LRScheduler
 from torchtitan_dmuon.config.key import ConfigError
 from torchtitan_dmuon.logging import logger
 

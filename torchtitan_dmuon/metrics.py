@@ -19,8 +19,8 @@ from torchtitan_dmuon.logging import logger
 
 
 class Stopwatch:
-    """Adds up the time of one part of the step. On CUDA with events, so that the host never waits; the sum is read
-    when a window ends, after a synchronisation that the log line needs anyway."""
+    """Adds up the time of one part of the step. On CUDA it records events, so that the host never waits; a window reads
+    the sum at its end, where the log line has waited for the device already."""
 
     def __init__(self, on_device: bool) -> None:
         self._on_device = on_device
@@ -57,8 +57,8 @@ class MetricsLogger:
         device: of the run.
         flops_per_token: model FLOPs of one token's forward and backward.
         newton_schulz_flops: FLOPs of this rank's Newton-Schulz per optimizer step; 0 without Muon.
-        tensor_parallel_degree: ranks that share the work on each token: tokens/s, TFLOP/s and MFU are those of one
-            device, so that times the number of devices they are the run's.
+        tensor_parallel_degree: ranks that share the work on each token. Tokens/s, TFLOP/s and MFU are those of one
+            device: multiplied by the number of devices they are the run's.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class MetricsLogger:
         self.begin_window()
 
     def begin_window(self) -> None:
+        """Forget the time and tokens so far: the next log line is about what follows."""
         self._begin = time.perf_counter()
         self._paused = 0.0
         self._steps = 0
@@ -112,7 +113,7 @@ class MetricsLogger:
     def paused(self) -> Iterator[None]:
         """Time inside does not count (checkpoint, validation)."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # training work still queued belongs to the window
+            torch.cuda.synchronize(self._device)  # the training work that is still queued counts
         begin = time.perf_counter()
         yield
         if self._device.type == "cuda":

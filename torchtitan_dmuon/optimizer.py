@@ -11,6 +11,7 @@ from torch import nn
 from models.layers import Attention
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
+from torchtitan_dmuon.parallel import Meshes
 
 _BASE_GROUP = "base"
 
@@ -19,7 +20,7 @@ def build_optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimize
     """``dmuon.Muon`` or ``torch.optim.AdamW`` over a parallelized and materialised model.
 
     Raises:
-        ConfigError: a pattern of ``optimizer.param_groups`` that matches no parameter, or names that go wrong.
+        ConfigError: a pattern of ``optimizer.param_groups`` that matches no parameter, or keys that do not go together.
     """
     opt, section = config.optimizer, config.dmuon
     groups = group_parameters(model, opt.param_groups)
@@ -90,14 +91,14 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
 
 
 def base_group(optimizer: torch.optim.Optimizer) -> int:
-    """Position among ``optimizer.param_groups`` of the one that stands for all: what no table has taken, the matrices
-    of it if Muon has any; the first one when the tables have taken everything."""
+    """Position in ``optimizer.param_groups`` of the group whose learning rate the log shows: the parameters that no
+    table takes (of them the matrices, if Muon has any). The first group when the tables take everything."""
     names = [group["group_name"].partition("/")[0] for group in optimizer.param_groups]
     return names.index(_BASE_GROUP) if _BASE_GROUP in names else 0
 
 
 def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
-    """What ``torch.optim.AdamW`` takes of a semantic group: the values of its AdamW half."""
+    """A semantic group as ``torch.optim.AdamW`` takes it, with the values of its AdamW half."""
     names = {"adamw_betas": "betas", "adamw_eps": "eps", "lr": "lr", "weight_decay": "weight_decay"}
     names |= {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}  # later: these win
     chosen = {ours: group[name] for name, ours in names.items() if name in group}
@@ -134,13 +135,15 @@ def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
         raise ConfigError(keys, None, str(error)) from None
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, config: JobConfig, lanes: list[dmuon.Lane]) -> torch.Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, config: JobConfig, meshes: Meshes) -> torch.Tensor:
     """Bound the 2-norm of all gradients, or of the matrices' and of the others' (``dmuon.clip``), by
-    ``training.max_norm``. Collective over ``lanes``, which span all ranks. Returns the norm of all of them before
-    clipping, the same everywhere."""
+    ``training.max_norm``. Collective over all ranks. Returns the norm of all of them before clipping, the same on every
+    rank."""
     max_norm = config.training.max_norm
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not isinstance(optimizer, dmuon.Muon):
+        # FSDP2's gradients lie on other meshes than those of tensor parallelism: torch's clip_grad_norm_ refuses that.
+        lanes = [dmuon.Lane("clip", group, meshes.device) for group in meshes.groups]
         return dmuon.clip_gradients_(gradients, max_norm, lanes)
     if config.dmuon.clip == "joint":
         return dmuon.clip_total_grad_norm_(optimizer, max_norm)

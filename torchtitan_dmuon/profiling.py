@@ -1,12 +1,13 @@
 """torch.profiler traces and CUDA memory snapshots, written every `profile_freq` steps.
 
-Both are context managers around the training loop, which calls `.step()` on what they yield, if anything,
+Both are context managers around the training loop, which calls `step()` of the `Recorder` they yield, if any,
 after each optimizer step. Throughput and memory figures of every step are in `metrics`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,17 @@ from torchtitan_dmuon.logging import logger
 _SNAPSHOT_MAX_ENTRIES = 100_000
 
 
+class Recorder(Protocol):
+    """Of a run: a `torch.profiler.profile` or `MemorySnapshots`."""
+
+    def step(self) -> None:
+        """Called after each optimizer step."""
+
+
 @contextmanager
-def maybe_enable_profiling(config: Profiling, dump_folder: str, global_step: int = 0) -> Iterator[profile | None]:
+def maybe_enable_profiling(
+    config: Profiling, dump_folder: str | Path, global_step: int = 0
+) -> Iterator[profile | None]:
     """Profile the last `profiler_active` of every `profile_freq` steps, or yield None when profiling is off.
 
     Each trace is `<dump_folder>/<save_traces_folder>/iteration_N/rankR_trace.json`, N being its last step. A
@@ -69,7 +79,7 @@ class MemorySnapshots:
         self.global_step = global_step
 
     def step(self) -> None:
-        """Call after each optimizer step."""
+        """Called after each optimizer step."""
         self.global_step += 1
         if self.global_step % self.freq == 0:
             self.dump(f"iteration_{self.global_step}")
@@ -83,7 +93,7 @@ class MemorySnapshots:
 
 @contextmanager
 def maybe_enable_memory_snapshot(
-    config: Profiling, dump_folder: str, global_step: int = 0
+    config: Profiling, dump_folder: str | Path, global_step: int = 0
 ) -> Iterator[MemorySnapshots | None]:
     """Record the CUDA allocator's history, or yield None when snapshots are off or there is no CUDA.
 

@@ -1,7 +1,7 @@
 """Signals to a running training: SIGTERM and SIGINT save and end it, SIGUSR1 saves and goes on.
 
-A handler only takes a note. The ranks agree on their notes with the all-reduce that every step makes anyway, so that
-all of them save after the same step.
+A handler only notes the signal. The ranks sum their notes with the all-reduce that every step makes anyway, so that all
+of them save after the same step.
 """
 
 from __future__ import annotations
@@ -93,21 +93,21 @@ class Requests:
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def mine(self, failed: bool) -> tuple[float, float, float]:
-        """What this rank adds to the sums: (stop, save, a save has failed). Takes the note of SIGUSR1."""
+        """What this rank adds to the sums: (stop, save, a save has failed). Clears the note of SIGUSR1."""
         if self._signals is None:
             return 0.0, 0.0, float(failed)
         save, self._signals.save = self._signals.save, False
         return float(self._signals.stop), float(save), float(failed)
 
     def agreed(self, sums: torch.Tensor) -> None:
-        """Take the sums [3] of all ranks, when the device has them."""
+        """Begin to copy the sums [3] of all ranks to the host."""
         self._host.copy_(sums, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     def read(self) -> Asked:
-        """What all ranks agreed on at the beginning of this step. The host waits until the device has begun it, which
-        leaves a whole step of work queued."""
+        """What all ranks agreed on at the beginning of this step. The host waits until the device has begun the step,
+        and a whole step of work is still queued then."""
         if self._copied is not None:
             self._copied.synchronize()
         return Asked(*(value > 0 for value in self._host.tolist()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.layers import Attention, FeedForward, RMSNorm, RopeScaling, parameter_seed, rope_table
+from models.layers import Attention, FeedForward, RMSNorm, RopeScaling, rope_table
 
 _NORM = re.compile(r"(norm|layers\.\d+\.(attention_norm|ffn_norm))\.weight")
 _LINEAR = re.compile(r"layers\.(?P<layer>\d+)\.(?P<name>attention\.w[qkvo]|feed_forward\.w[123])\.weight")
@@ -165,12 +165,13 @@ class Llama3(nn.Module):
         self.register_buffer("rope_table", table, persistent=False)
 
     def init_weights(self, seed: int = 0) -> None:
-        """Fill every parameter with its initial values, for a model held whole in one process.
+        """Fill every parameter with initial values, one after the other, for a model held whole in one process.
 
-        The values depend on `seed`, on each parameter's name and shape, and on the kind of device.
+        The values depend on `seed`, on the shapes of all parameters before, and on the kind of device. (A run draws
+        each parameter by itself, whoever holds it: `torchtitan_dmuon/initialization.py`.)
         """
+        generator = torch.Generator(device=self.tok_embeddings.weight.device).manual_seed(seed)
         for fqn, parameter in self.named_parameters():
-            generator = torch.Generator(device=parameter.device).manual_seed(parameter_seed(seed, fqn))
             self.init_parameter(fqn, parameter, generator)
 
     @torch.no_grad()

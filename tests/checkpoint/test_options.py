@@ -64,7 +64,7 @@ def test_initial_checkpoints(rank, world, tmp_path):
     assert saver.load().step == 1
     assert_same(everything(other, its_optimizer), held, atol=0, rtol=0)
     step(other, its_optimizer, 1, rank, (1, world, 1))
-    assert saver.due(2, last=True)
+    assert saver.due(2, wanted=True)
     saver.save(state_at(2))
     later = everything(other, its_optimizer)
 
@@ -82,13 +82,13 @@ def test_initial_checkpoints(rank, world, tmp_path):
 def test_when_a_checkpoint_is_due(rank, world, tmp_path):
     model, optimizer = build_toy(world)
     saver = checkpointer(tmp_path, model, optimizer, interval=3)
-    assert [number for number in range(1, 9) if saver.due(number, last=number == 8)] == [3, 6, 8]
+    assert [number for number in range(1, 9) if saver.due(number, wanted=number == 8)] == [3, 6, 8]
     saver.save(state_at(8))
-    assert not saver.due(8, last=True)
+    assert not saver.due(8, wanted=True)
     saver = checkpointer(tmp_path, model, optimizer, interval=3, enable_first_step_checkpoint=True)
-    assert [number for number in range(1, 9) if saver.due(number, last=False)] == [1, 3, 6]
+    assert [number for number in range(1, 9) if saver.due(number, wanted=False)] == [1, 3, 6]
     saver = checkpointer(tmp_path, model, optimizer, interval=1, load_only=True)
-    assert not any(saver.due(number, last=number == 8) for number in range(1, 9))
+    assert not any(saver.due(number, wanted=number == 8) for number in range(1, 9))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2])

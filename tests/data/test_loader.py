@@ -1,12 +1,14 @@
 """The loader's stream: the same on any number of ranks, and after a restart at any point."""
 
+from dataclasses import fields
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
-from torchtitan_dmuon.data import DataError, PackedDataset, build_loader, sample_order
+from torchtitan_dmuon.config.job_config import DataLoader
+from torchtitan_dmuon.data import DataError, LoaderConfig, PackedDataset, TokenLoader, sample_order
 
 SEQ_LEN = 4
 
@@ -16,9 +18,10 @@ def make_dataset(samples=11):
     return PackedDataset(np.arange(SEQ_LEN * samples + 1, dtype=np.uint16), SEQ_LEN)
 
 
-def make_loader(samples=11, **settings):
-    settings = {"local_batch_size": 2, "seed": 3, **settings}
-    return build_loader(make_dataset(samples), **settings)
+def make_loader(samples=11, *, dp_rank=0, dp_size=1, **settings):
+    workers = {name: settings.pop(name) for name in set(settings) & {field.name for field in fields(DataLoader)}}
+    config = LoaderConfig(**{"local_batch_size": 2, "seed": 3, **settings}, dataloader=DataLoader(**workers))
+    return TokenLoader(make_dataset(samples), config, dp_rank, dp_size)
 
 
 def numbers(batch):

@@ -17,10 +17,10 @@ from models.layers import (
     apply_rotary,
     causal_attention,
     causal_attention_with_maxima,
-    parameter_seed,
     rope_table,
 )
 from models.llama3 import Llama3, Llama3Args, Llama3HFNameMap, flavors
+from torchtitan_dmuon.initialization import parameter_seed, seeded_init
 
 HF = Llama3HFNameMap()
 
@@ -104,7 +104,7 @@ def test_rope_table_equals_huggingface_for_the_released_figures(flavor):
 
 def test_bf16_equals_huggingface_block_for_block():
     """The same roundings at the same places; only the attention kernels differ."""
-    model = Llama3(SCALED)
+    model = _materialise(SCALED)
     twin = _hf_twin(model).bfloat16()
     model.bfloat16()
     x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -142,14 +142,15 @@ def _materialise(args: Llama3Args, seed: int = 0) -> Llama3:
     model.init_buffers()
     for fqn, parameter in reversed(list(model.named_parameters())):
         parameter.data.fill_(float("nan"))
-        model.init_parameter(fqn, parameter, torch.Generator().manual_seed(parameter_seed(seed, fqn)))
+        seeded_init(model.init_parameter, seed)(fqn, parameter)
     return model
 
 
 @pytest.mark.parametrize("args", [GQA, TIED, SCALED], ids=["gqa", "tied", "scaled"])
 def test_meta_build_equals_eager_build_bitwise(args):
-    torch.manual_seed(123)  # the global generator must not matter
     eager, meta = Llama3(args), _materialise(args)
+    for named_parameter in eager.named_parameters():
+        seeded_init(eager.init_parameter, 0)(*named_parameter)
     assert eager.state_dict().keys() == meta.state_dict().keys()
     for name, value in eager.state_dict().items():
         assert torch.equal(value, meta.state_dict()[name]), name
@@ -158,22 +159,29 @@ def test_meta_build_equals_eager_build_bitwise(args):
 
 
 def test_init_depends_on_seed_and_name_alone():
-    model = Llama3(GQA)
-    first = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-    model.init_weights(seed=1)
-    for fqn, parameter in model.named_parameters():
+    first, other = (dict(_materialise(GQA, seed).named_parameters()) for seed in (0, 1))
+    for fqn, parameter in first.items():
         if parameter.ndim == 2:
-            assert not torch.equal(parameter, first[fqn]), fqn
-    for fqn in reversed(list(first)):  # one at a time, into a tensor that is not the model's
-        alone = torch.empty(first[fqn].shape)
-        model.init_parameter(fqn, alone, torch.Generator().manual_seed(parameter_seed(0, fqn)))
-        assert torch.equal(alone, first[fqn]), fqn
+            assert not torch.equal(parameter, other[fqn]), fqn
+    init = seeded_init(Llama3(GQA).init_parameter, 0)
+    for fqn, parameter in first.items():  # one at a time, into a tensor that is not the model's
+        torch.manual_seed(123)  # the global generator must not matter
+        alone = torch.empty(parameter.shape)
+        init(fqn, alone)
+        assert torch.equal(alone, parameter), fqn
     assert not torch.equal(first["layers.0.attention.wk.weight"], first["layers.0.attention.wv.weight"])
 
 
-def test_parameter_seed_is_fixed_for_ever():
-    assert parameter_seed(0, "norm.weight") == 8332765274859384943
-    assert parameter_seed(1, "norm.weight") != parameter_seed(0, "norm.weight")
+def test_an_eager_model_is_ready_and_always_the_same():
+    torch.manual_seed(123)  # the global generator must not matter
+    first = dict(Llama3(GQA).named_parameters())
+    torch.manual_seed(124)
+    again = Llama3(GQA)
+    for fqn, parameter in again.named_parameters():
+        assert torch.equal(parameter, first[fqn]), fqn
+    again.init_weights(seed=1)
+    for fqn, parameter in again.named_parameters():
+        assert torch.equal(parameter, first[fqn]) == (parameter.ndim == 1), fqn
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_dmuon.data import ByteTokenizer, build_dataset, build_loader, build_tokenizer, read_shard
+from torchtitan_dmuon.data import ByteTokenizer, LoaderConfig, TokenLoader, build_dataset, build_tokenizer, read_shard
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 TEXTS = ["first document", "", "second \u00e9", "third and last"]
@@ -60,7 +60,7 @@ def test_shards_hold_the_exact_stream(tmp_path, kind):
         "shard_00002.bin": TOKENS[32:],
     }
     dataset = build_dataset("bin", str(output), "text", ByteTokenizer(), 5, tmp_path / "cache")
-    batches = list(build_loader(dataset, local_batch_size=1, infinite=False))
+    batches = list(TokenLoader(dataset, LoaderConfig(1, infinite=False)))
     assert len(batches) == (len(TOKENS) - 1) // 5 == 7
     for index, batch in enumerate(batches):
         assert batch["input"].tolist() == [TOKENS[5 * index : 5 * index + 5]]

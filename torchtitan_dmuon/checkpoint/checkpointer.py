@@ -62,20 +62,21 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- saving
 
-    def due(self, step: int, last: bool) -> bool:
-        """Whether a checkpoint is to be written after ``step``. Not collective."""
+    def due(self, step: int, wanted: bool) -> bool:
+        """Whether a checkpoint is to be written after ``step``: the interval says so, or somebody wants one that is not
+        there yet. Not collective."""
         if not self.can_save or step == self._last_saved:
             return False
         first = step == 1 and self.config.enable_first_step_checkpoint
-        return first or last or step % self.config.interval == 0
+        return first or wanted or step % self.config.interval == 0
 
     def save(self, state: TrainState, last: bool = False, stopping: bool = False) -> None:
         """Collective. Write ``step-N``, in the way ``async_mode`` says; it appears when it is durable.
 
         Args:
-            last: after the last step of the run: written before this returns, and with only the weights if so
-                configured.
-            stopping: the run ends here though it is not at its last step: all of it, written before this returns.
+            last: the run has made its last step. The checkpoint is written before this returns, with only the weights
+                if ``last_save_model_only`` says so.
+            stopping: the run ends before its last step. The checkpoint is whole, and written before this returns.
 
         Raises:
             CheckpointError: on every rank, when any rank could not write this checkpoint or the one before.
@@ -102,7 +103,7 @@ class Checkpointer:
                 self._keep_latest(state.step)
 
         behind = not (last or stopping)
-        self._saver.save(final, tensors, state, self._contents.config_toml, done, behind, convert)
+        self._saver.save(final, tensors, state, self._contents.config_toml, done, behind=behind, convert=convert)
         self._last_saved = state.step
 
     def _convert(self, written: Path) -> None:
@@ -116,8 +117,8 @@ class Checkpointer:
             path.unlink()
 
     def _keep_latest(self, step: int) -> None:
-        """Remove older checkpoints, now that ``step`` is durable. Later ones are of another run of these steps, and
-        those without optimizer state are results: both stay."""
+        """Remove older checkpoints, now that ``step`` is durable. Those of later steps stay (a run was resumed from an
+        earlier one), and so do model-only ones (they are results)."""
         if self.config.keep_latest_k == 0:
             return
         older = []
@@ -139,7 +140,7 @@ class Checkpointer:
         return self._saver is not None and self._saver.has_failed
 
     def wait_staged(self) -> None:
-        """Before weights change: return when the copy that a save is made from is complete. Not collective."""
+        """To be called before weights change: returns when a save under way has its copy of them. Not collective."""
         if self._saver is not None:
             self._saver.wait_staged()
 
@@ -159,8 +160,8 @@ class Checkpointer:
         """Collective. Resume from ``load_step`` or the newest complete checkpoint, else from the initial one.
 
         Returns:
-            What was loaded beside tensors: of an excluded or unwanted part the field is empty, and ``step`` is 0 when
-            the run begins anew from loaded weights. ``None`` when nothing was loaded.
+            ``trainer.json`` of the checkpoint that the run goes on from. Fields of excluded parts are empty, ``step``
+            0. ``None`` when the run begins anew, be it from loaded weights.
 
         Raises:
             CheckpointError: on every rank: the step asked for is not there, or the checkpoint is of another model, or
@@ -177,19 +178,24 @@ class Checkpointer:
                 f"checkpoint.load_step: {self.folder} has no complete step {config.load_step}, only {steps}"
             )
         if steps and not config.create_seed_checkpoint:
-            step = steps[-1] if config.load_step == -1 else config.load_step
-            if step != steps[-1]:
-                logger.warning(
-                    "Later checkpoints, up to step %d, stay in %s: without load_step the next run takes the latest",
-                    *(steps[-1], self.folder),
-                )
-            state = self._load(step_folder(self.folder, step), "Resumed from checkpoint")
-            self._last_saved = state.step
-            return state
-        if self._initial_path is None:
-            return None
-        path = Path(self._initial_path)
-        if config.initial_load_in_hf:
+            return self._load_own(steps)
+        return None if self._initial_path is None else self._load_initial(Path(self._initial_path))
+
+    def _load_own(self, steps: list[int]) -> TrainState:
+        """Of this run's checkpoints, the one asked for."""
+        step = steps[-1] if self.config.load_step == -1 else self.config.load_step
+        if step != steps[-1]:
+            logger.warning(
+                "Later checkpoints, up to step %d, stay in %s: without load_step the next run takes the latest",
+                *(steps[-1], self.folder),
+            )
+        state = self._load(step_folder(self.folder, step), "Resumed from checkpoint")
+        self._last_saved = state.step
+        return state
+
+    def _load_initial(self, path: Path) -> TrainState | None:
+        """The weights of a HuggingFace folder; or of a checkpoint the weights, or all of it."""
+        if self.config.initial_load_in_hf:
             load_huggingface(path, self._contents, self._group)
             logger.info("Loaded HuggingFace weights from %s", path)
             return None
@@ -198,20 +204,20 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint.initial_load_path: {path} is no complete checkpoint ({problem}); name a step-N folder"
             )
-        if config.initial_load_model_only:
-            verify(path, self._group)
-            saved = read_state(path, self._group)
-            if saved.contents == HUGGINGFACE:
-                raise CheckpointError(
-                    f"checkpoint.initial_load_path: {path} holds HuggingFace files; set checkpoint.initial_load_in_hf"
-                )
-            load_checkpoint(path, self._contents, saved, {"model"}, self._group)
-            logger.info("Loaded the weights of %s", path)
-            return None
-        return self._load(path, "Started from checkpoint")
+        if not self.config.initial_load_model_only:
+            return self._load(path, "Started from checkpoint")
+        verify(path, self._group)
+        saved = read_state(path, self._group)
+        if saved.contents == HUGGINGFACE:
+            raise CheckpointError(
+                f"checkpoint.initial_load_path: {path} holds HuggingFace files; set checkpoint.initial_load_in_hf"
+            )
+        load_checkpoint(path, self._contents, saved, {"model"}, self._group)
+        logger.info("Loaded the weights of %s", path)
+        return None
 
     def _load(self, path: Path, what: str) -> TrainState:
-        """All of a checkpoint but what is excluded."""
+        """Load all of the checkpoint ``path`` but ``exclude_from_loading``. ``what`` begins the log line."""
         verify(path, self._group)
         saved = read_state(path, self._group)
         if saved.contents != FULL:
@@ -240,7 +246,7 @@ class Checkpointer:
         )
 
     def _listed_steps(self) -> tuple[list[int], str | None]:
-        """On rank 0. What :meth:`_resumable_steps` gives, or why it could not."""
+        """On rank 0. (what :meth:`_resumable_steps` gives, why it cannot)."""
         try:
             return self._resumable_steps(), None
         except OSError as error:

@@ -1,8 +1,8 @@
 """Checkpoint folders as files: when one is complete, how it appears at once, and what its bytes must be.
 
 A checkpoint is written as ``step-N.incomplete`` and renamed to ``step-N`` when every file of it is on disk. Its last
-file, ``checksums.json``, lists the size and CRC-32 of all others: without it, or with a file that does not fit, a
-folder is no checkpoint. Nothing here communicates.
+file, ``checksums.json``, lists the size and CRC-32 of all others: a folder without it, or with a file that does not fit
+it, is no checkpoint. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def sync_folder(path: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, checksums: Checksums) -> None:
-    """Make a folder whose files are on disk the checkpoint ``final``, at once. On one process. Raises OSError."""
+    """Make ``temporary``, whose files are on disk, the checkpoint ``final`` at once. One process does this. Raises
+    OSError."""
     write_durably(temporary / CHECKSUMS_FILE, json.dumps(checksums, indent=1))
     sync_folder(temporary)
     replaced = final.with_name(final.name + _REPLACED)
@@ -81,8 +82,8 @@ def publish(temporary: Path, final: Path, checksums: Checksums) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Finish a replacement that a killed run had begun: the replaced checkpoint is back, or gone because the new one is
-    there. One process does this, before it lists the folder."""
+    """Finish a replacement that a killed run had begun: put the replaced checkpoint back, or remove it where the new
+    one is complete. One process does this, before it lists the folder."""
     for path in folder.glob(f"step-*{_REPLACED}"):
         original = path.with_name(path.name.removesuffix(_REPLACED))
         if incomplete_because(original) is None:
@@ -93,7 +94,7 @@ def recover(folder: Path) -> None:
 
 
 def remove_tree(path: Path, strict: bool = False) -> None:
-    """Remove a folder if it is there; of a symbolic link, the link. Raises OSError, if ``strict``."""
+    """Remove a folder, or the symbolic link to one, if it is there. Raises OSError if ``strict``."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -101,7 +102,7 @@ def remove_tree(path: Path, strict: bool = False) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed runs have left. One process does this, before it writes."""
+    """Remove the half-written folders of killed runs. One process does this, before it writes."""
     for path in folder.glob(f"step-*{_INCOMPLETE}"):
         remove_tree(path)
 
@@ -131,7 +132,7 @@ def complete_steps(folder: Path, warn: bool = False) -> list[int]:
 
 
 def read_checksums(path: Path) -> Checksums:
-    """Raises CheckpointError."""
+    """What ``checksums.json`` of a checkpoint lists. Raises CheckpointError when it is missing or unreadable."""
     try:
         files = json.loads((path / CHECKSUMS_FILE).read_text())
         return {str(name): (int(size), int(crc)) for name, (size, crc) in files.items()}
@@ -155,7 +156,7 @@ def incomplete_because(path: Path) -> str | None:
 
 
 def corrupted_because(path: Path, names: list[str], checksums: Checksums) -> str | None:
-    """Why the files ``names`` of a checkpoint are not what was written; ``None`` when they are. Reads all of them."""
+    """Which of the files ``names`` differs from what was written; ``None`` when none does. Reads all of them."""
     for name in names:
         try:
             found = checksum(path / name)

@@ -44,8 +44,7 @@ def write_huggingface(
         ImportError: the package safetensors is missing. ValueError: a tensor without a HuggingFace name. OSError.
     """
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        import safetensors  # noqa: F401
     except ImportError:
         raise ImportError("writing HuggingFace files needs the package safetensors: pip install safetensors") from None
     metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -54,15 +53,7 @@ def write_huggingface(
         for name, entry in metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    shards: list[list[str]] = []
-    room = 0
-    for name, entry in stored.items():
-        size = math.prod(entry.size) * (dtype or entry.properties.dtype).itemsize
-        if not shards or size > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(name)
-        room -= size
+    shards = _into_shards(stored, dtype, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     total = 0
@@ -74,12 +65,7 @@ def write_huggingface(
             names.to_hf(name.removeprefix("model.")): tensor if dtype is None else tensor.to(dtype)
             for name, tensor in tensors.items()
         }
-        try:
-            save_file(named, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{folder / file}: {error}") from None
-        with (folder / file).open("rb") as written:
-            os.fsync(written.fileno())
+        _write_shard(folder / file, named)
         index |= dict.fromkeys(named, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in named.values())
     if len(shards) > 1:
@@ -89,6 +75,35 @@ def write_huggingface(
     text = json.dumps({**config, "torch_dtype": str(kind).removeprefix("torch.")}, indent=2)
     write_durably(folder / "config.json", text + "\n")
     sync_folder(folder)
+
+
+def _into_shards(
+    stored: dict[str, TensorStorageMetadata], dtype: torch.dtype | None, max_shard_bytes: int
+) -> list[list[str]]:
+    """The names, in order, in runs of at most ``max_shard_bytes`` (a tensor that is larger has a shard of its own)."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, entry in stored.items():
+        size = math.prod(entry.size) * (dtype or entry.properties.dtype).itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _write_shard(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file and bring it to disk. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from None
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
 def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: torch.dtype | None = None) -> None:
@@ -138,7 +153,7 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans from tensors on meta and reads each when the writer asks for it."""
+    """Plans with tensors on meta, and reads each one when the writer asks for it."""
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
@@ -155,8 +170,8 @@ def is_tied(folder: Path) -> bool:
 
 
 def check_tied_head(folder: Path, names: HFNameMap, part: int = 0, parts: int = 1) -> None:
-    """A head that is stored although it is tied must be the embedding, or a weight would be dropped without a word.
-    Compares one of ``parts`` runs of rows. Raises ValueError."""
+    """Check that a head which is stored although it is tied is the embedding, or loading would drop a weight without a
+    word. Compares the run of rows ``part`` of ``parts``. Raises ValueError."""
     from safetensors import safe_open
 
     head, embedding = names.to_hf("output.weight"), names.to_hf("tok_embeddings.weight")
@@ -175,6 +190,7 @@ def check_tied_head(folder: Path, names: HFNameMap, part: int = 0, parts: int = 
 
 
 def _alone(call: Callable[[], object]) -> None:
+    """Let DCP run without a process group, and without its warning that there is none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         call()

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_dmuon.checkpoint.directory import (
-    CHECKSUMS_FILE,
     METADATA_FILE,
     CheckpointError,
     corrupted_because,
@@ -64,11 +63,11 @@ def load_checkpoint(
 ) -> None:
     """Fill what ``parts`` names (of ``model``, ``optimizer``, ``rng``) of the live tensors, in place.
 
-    The state of a parameter that another kind of optimizer updated when the checkpoint was written is not in it: it
-    stays as it is, and the log says so.
+    Where the checkpoint has no state of a parameter, because another kind of optimizer updated it, the live state stays
+    as it is, and the log says so.
 
     Raises:
-        CheckpointError: on every rank: unreadable, or of another model.
+        CheckpointError: on every rank: the checkpoint is unreadable, or of another model.
     """
     metadata = _read_metadata(path, group)
     tensors: Tensors = {}
@@ -136,7 +135,7 @@ def load_huggingface(path: Path, contents: Contents, group: dist.ProcessGroup) -
     contents.loaded()
 
 
-# What weights of equal shapes can still mean different things by.
+# Keys of config.json that tell models apart whose weights have equal shapes.
 _HF_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_factor")
 
 
@@ -152,13 +151,14 @@ def _check_hf_config(path: Path, contents: Contents) -> None:
 
 
 def _flat_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """With ``rope_theta`` and ``rope_factor`` (1 without scaling) at the top, wherever transformers 4 or 5 has them."""
+    """The config with ``rope_theta`` and ``rope_factor`` (1 without scaling) at the top, wherever transformers 4 or 5
+    puts them."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": rope.get("rope_theta"), **config, "rope_factor": float(rope.get("factor", 1.0))}
 
 
 def _hf_names(metadata: Metadata, contents: Contents) -> dict[str, str]:
-    """Our name -> name in the files, for the whole model. Raises ValueError when it is another model."""
+    """Our name -> name in the files, for the whole model. Raises ValueError when the files are of another model."""
     there = {}
     for name, entry in metadata.state_dict_metadata.items():
         fqn = contents.hf_names.from_hf(name)
@@ -209,7 +209,7 @@ def _check_model(path: Path, metadata: Metadata, contents: Contents) -> None:
 
 
 def _optimizer_tensors(path: Path, metadata: Metadata, contents: Contents, group: dist.ProcessGroup) -> Tensors:
-    """The live optimizer tensors that the checkpoint has, too."""
+    """Those of the live optimizer tensors that the checkpoint has."""
     tensors, missing = {}, []
     for name, tensor in contents.optimizer().items():
         entry = metadata.state_dict_metadata.get(f"optimizer.{name}")
@@ -237,8 +237,3 @@ def _read(path: Path, tensors: Tensors, group: dist.ProcessGroup, reader: dcp.St
     except CheckpointException as error:
         rank, (exception, _) = sorted(error.failures.items())[0]
         raise CheckpointError(f"cannot load checkpoint {path}: rank {rank}: {exception}") from error
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` has the files of a checkpoint of ours or of plain DCP. Not collective."""
-    return (path / METADATA_FILE).is_file() and (path / CHECKSUMS_FILE).is_file()

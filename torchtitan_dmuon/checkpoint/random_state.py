@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from models.layers import parameter_seed
+from torchtitan_dmuon.initialization import parameter_seed
 
 
 def get_random_state() -> dict[str, torch.Tensor]:

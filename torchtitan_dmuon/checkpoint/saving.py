@@ -1,4 +1,4 @@
-"""Writing one checkpoint: every rank its tensors, then one of them the whole folder's last file and name."""
+"""Writing one checkpoint: every rank writes its tensors, then rank 0 the folder's last file, and gives it its name."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ from torchtitan_dmuon.config import ConfigError
 from torchtitan_dmuon.distributed import agree, first_problem
 from torchtitan_dmuon.dmuon.state.pieces import Chunks, parts_of
 
-# The DefaultStager of torch 2.11 and 2.12 takes itself apart when it has staged once: there every save makes (and page-
-# locks) memory of its own.
-_STAGERS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+# A DefaultStager of torch 2.11 or 2.12 stages only once: there every save makes (and page-locks) memory of its own.
+_STAGER_IS_REUSABLE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 _MUST_BE_SHARED = "job.dump_folder must be on a file system that all ranks share"
 _PROBE_SECONDS = 5.0  # a network file system may show a new file late
 
 
 class LogicalStager(AsyncStager):
-    """Copies this rank's tensors to host memory through DCP's ``DefaultStager``, which knows plain tensors only: parts
-    of a larger tensor go through it one by one.
+    """Copies this rank's tensors to host memory through DCP's ``DefaultStager``. That one knows plain tensors only, so
+    the parts of a larger tensor that a rank holds go through it one by one.
 
     Args:
-        behind: copy in a thread of its own, into memory that is kept for the next time (page-locked with a GPU).
-            ``stage`` then returns at once, and the tensors must not change before the future it returns is done.
+        behind: copy in a thread, into memory that is kept for the next time (page-locked with a GPU). ``stage`` then
+            returns a future at once, and the tensors must not change before it is done.
     """
 
     def __init__(self, behind: bool) -> None:
@@ -102,7 +101,7 @@ class LogicalStager(AsyncStager):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Tells of a full disk as such: when a write fails, ``torch.save`` goes on to fail in ways of its own."""
+    """Raises the OSError of a failed write (say, a full disk), which ``torch.save`` hides behind one of its own."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         try:
@@ -200,8 +199,8 @@ class Saver:
             finish(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group))
             return
         behind_next_step = self._mode == "async_with_pinned_mem"
-        stager = self._stager or LogicalStager(behind_next_step)
-        if behind_next_step and _STAGERS_LAST:
+        stager = self._stager or LogicalStager(behind=behind_next_step)
+        if behind_next_step and _STAGER_IS_REUSABLE:
             self._stager = stager
         try:
             response = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
@@ -211,7 +210,7 @@ class Saver:
         upload: Future = response if isinstance(response, Future) else response.upload_completion
         self._staging = None if isinstance(response, Future) else response.staging_completion
         if stager is not self._stager:
-            upload.add_done_callback(lambda _: stager.close())  # it would keep the copy
+            upload.add_done_callback(lambda _: stager.close())  # the stager would keep the copy
         self._pending = self._thread.submit(finish, upload.result)
 
     def _prepare(self, final: Path, temporary: Path, state: TrainState, config_toml: str) -> None:
@@ -239,7 +238,7 @@ class Saver:
         except CheckpointException as error:
             rank, (exception, _) = sorted(error.failures.items())[0]
             others = f" (and {len(error.failures) - 1} other ranks)" if len(error.failures) > 1 else ""
-            if dist.get_rank() == 0:  # what was written takes up space that the next try needs
+            if dist.get_rank() == 0:  # the next try needs the space
                 remove_tree(temporary_folder(final))
             raise CheckpointError(_message(final, f"rank {rank}{others}: {_reason(exception)}")) from error
         except (RuntimeError, OSError) as error:
@@ -256,7 +255,7 @@ class Saver:
             if convert is not None and rank == 0:
                 convert(temporary)
             checksums = _own_checksums(temporary, rank, everything=convert is not None)
-        except Exception as error:  # whatever it is, the other ranks wait for a word of this one
+        except Exception as error:  # any: the other ranks wait in the collective below
             problem = f"rank {rank}: {_reason(error)}"
         everyone: list[tuple[str | None, Checksums]] = [(None, {})] * dist.get_world_size()
         dist.all_gather_object(everyone, (problem, checksums), group=self._group)
@@ -278,7 +277,7 @@ class Saver:
 
 
 def _missing_because(folder: Path, files: Checksums) -> str | None:
-    """On rank 0, before it vouches for ``files``: which of them is not there as its rank wrote it."""
+    """On rank 0: which of ``files`` is not there as its rank wrote it; ``None`` when all are."""
     for name, (size, _) in files.items():
         try:
             with (folder / name).open("rb") as file:  # opened: NFS asks its server again only then
@@ -291,7 +290,7 @@ def _missing_because(folder: Path, files: Checksums) -> str | None:
 
 
 def check_shared(folder: Path) -> None:
-    """Collective over all ranks. Every rank finds what rank 0 writes into ``folder``.
+    """Collective over all ranks. Check that every rank finds a file that rank 0 writes into ``folder``.
 
     Raises:
         ConfigError: on every rank, when one does not.
@@ -310,7 +309,7 @@ def check_shared(folder: Path) -> None:
 
 
 def _write_probe(folder: Path) -> tuple[str, str | None]:
-    """An empty file with a name that no other run has taken, or why there is none."""
+    """(name of an empty file that no other run has, ``None``), or why it cannot be written in place of ``None``."""
     name = f".shared-{uuid.uuid4().hex}"
     try:
         (folder / name).touch()
@@ -320,7 +319,8 @@ def _write_probe(folder: Path) -> tuple[str, str | None]:
 
 
 def _own_checksums(temporary: Path, rank: int, everything: bool) -> Checksums:
-    """Of the files this rank wrote (DCP names them ``__<rank>_<n>.distcp``); rank 0 also has those of nobody."""
+    """The checksums of the files that this rank wrote (DCP names them ``__<rank>_<n>.distcp``). Rank 0 also takes the
+    files of no rank, and with ``everything`` all."""
     own = {}
     for path in temporary.iterdir():
         writer = 0 if everything or not path.name.startswith("__") else int(path.name[2:].split("_")[0])
@@ -342,7 +342,7 @@ def _message(final: Path, problem: str) -> str:
 
 
 def model_only_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Floating-point tensors in ``dtype``, as copies of this rank's parts where they have another."""
+    """The tensors, those of another floating-point dtype as copies in ``dtype`` of the parts that this rank holds."""
     cast = {}
     for name, tensor in tensors.items():
         whole, parts = parts_of(tensor)

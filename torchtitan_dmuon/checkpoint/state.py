@@ -1,7 +1,8 @@
-"""What a checkpoint holds: the tensors of a run, and what is to be known beside them."""
+"""What a checkpoint holds: the tensors of a run (``Contents``), and ``trainer.json`` beside them (``TrainState``)."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from models import HFNameMap
+from models import HFNameMap, get_model_args, get_model_spec
+from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, CheckpointError
+from torchtitan_dmuon.config import JobConfig, config_to_toml
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,7 +54,7 @@ class TrainState:
 
     @classmethod
     def read(cls, path: Path) -> TrainState:
-        """Of the checkpoint ``path``. Raises CheckpointError."""
+        """Read that of the checkpoint ``path``. Raises CheckpointError."""
         try:
             state = cls(**json.loads((path / STATE_FILE).read_text()))
             if state.contents not in (FULL, MODEL_ONLY, HUGGINGFACE):
@@ -68,10 +72,10 @@ class Contents:
         model: the live model tensors of this rank, by name (``dmuon.get_model_state_dict``).
         optimizer: the same of the optimizer (``dmuon.get_optimizer_state_dict``).
         shapes: the global shape of every tensor of the model, by name, the same on every rank.
-        loaded: to be called after the tensors were filled.
+        loaded: called after the tensors were filled.
         model_name, optimizer_name: as in ``TrainState``.
         config_toml: the resolved config.
-        seed: of ranks that a checkpoint has no random state of.
+        seed: ``debug.seed``; ranks that a checkpoint has no random state of start from it.
         hf_names: the model family's HuggingFace names.
         hf_config: the content of ``config.json``.
     """
@@ -86,3 +90,22 @@ class Contents:
     seed: int
     hf_names: HFNameMap
     hf_config: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, model_args: Any, config: JobConfig) -> Contents:
+        """The contents of a run. ``model`` is parallelized and built from ``model_args``."""
+        spec = get_model_spec(config.model.name)
+        # The run's longest sequence sizes its rotary table; the weights are for the flavor's.
+        made_for = get_model_args(config.model.name, config.model.flavor).max_seq_len
+        return cls(
+            model=lambda: dmuon.get_model_state_dict(model),
+            optimizer=lambda: dmuon.get_optimizer_state_dict(model, optimizer),
+            shapes=lambda: dmuon.get_model_shapes(model),
+            loaded=lambda: dmuon.publish_weights(model),
+            model_name=f"{config.model.name} {config.model.flavor}",
+            optimizer_name=config.optimizer.name,
+            config_toml=config_to_toml(config),
+            seed=config.debug.seed,
+            hf_names=spec.hf,
+            hf_config=spec.hf.hf_config(dataclasses.replace(model_args, max_seq_len=made_for)),
+        )

@@ -1,8 +1,8 @@
 """Configuration: what every TOML key means and how a run's `JobConfig` is put together.
 
-`job_config` declares the keys with `key`, `unsupported` lists the TorchTitan keys we refuse, `loading` reads
-TOML and the command line. Only the standard library (and tomli before Python 3.11) is imported, so a config
-is checked in milliseconds. What a key does to a run lives in the module that uses it.
+`job_config` declares the keys with `key`, `conflicts` checks them together, `unsupported` lists the TorchTitan keys
+we refuse, `loading` reads TOML and the command line. Only the standard library (and tomli before Python 3.11) is
+imported, so a config is checked in milliseconds. What a key does to a run lives in the module that uses it.
 """
 
 from torchtitan_dmuon.config.job_config import JobConfig

@@ -32,10 +32,14 @@ def key(default: Any, help: str, *, compare: bool = True, **rules: Any) -> Any:
 class KeySpec:
     """One key as declared: what `loading` checks, prints and documents.
 
-    `type` is bool, int, float, str or list (of `item`). `special` is a value allowed outside the range. The rules
-    for numbers are those of the items where the key is a list of numbers. `table` is the dataclass whose keys the
-    tables of a list of tables have. `items` and `min_items` say how many
-    a list has, exactly and at least. `path` says that the text is a path, in which `~` is the home folder.
+    Attributes:
+        type: bool, int, float, str or list (of `item`).
+        optional: whether None is allowed.
+        minimum, maximum, above, below: the range of a number, or of each number in a list; `special` is allowed
+            outside it.
+        table: for a list of tables, the dataclass that declares the keys of each.
+        items, min_items: how many items a list has, exactly and at least.
+        path: the text is a path, in which `~` is the home folder.
     """
 
     name: str

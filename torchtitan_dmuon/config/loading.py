@@ -12,7 +12,8 @@ import json
 import re
 from typing import Any, NoReturn
 
-from torchtitan_dmuon.config.job_config import KEYS, SECTIONS, JobConfig, conflicts
+from torchtitan_dmuon.config.conflicts import conflicts
+from torchtitan_dmuon.config.job_config import KEYS, SECTIONS, JobConfig
 from torchtitan_dmuon.config.key import ConfigError, KeySpec
 from torchtitan_dmuon.config.unsupported import UNSUPPORTED
 
@@ -22,7 +23,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 _COMMAND_LINE = "command line"
-# Texts that may hold placeholders; job.config_file, the optional one, is used before there are values to use.
+# The [job] texts that may hold placeholders. job.config_file, the optional one, is read before other keys have values.
 _TEMPLATES = [s.name for s in KEYS.values() if s.section == "job" and s.type is str and not s.optional]
 
 

@@ -2,7 +2,7 @@
 
 from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, build_dataset, sample_order
 from torchtitan_dmuon.data.errors import DataError
-from torchtitan_dmuon.data.loader import TokenLoader, build_loader
+from torchtitan_dmuon.data.loader import LoaderConfig, TokenLoader
 from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_shard, write_shard
 from torchtitan_dmuon.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
@@ -11,13 +11,13 @@ __all__ = [
     "ByteTokenizer",
     "DataError",
     "HuggingFaceTokenizer",
+    "LoaderConfig",
     "PackedDataset",
     "ShardWriter",
     "TokenLoader",
     "TokenStream",
     "Tokenizer",
     "build_dataset",
-    "build_loader",
     "build_tokenizer",
     "read_shard",
     "sample_order",

@@ -11,12 +11,14 @@ How samples are read lives in `dataset.py`; moving batches to a device is the tr
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan_dmuon.config.job_config import DataLoader
 from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, sample_order
 from torchtitan_dmuon.data.errors import DataError
 
@@ -43,19 +45,60 @@ class _WithFiller(Dataset):
         }
 
 
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How ranks read a dataset; the same on every rank.
+
+    Attributes:
+        local_batch_size: samples of one micro-batch on one rank (LB).
+        global_batch_size: samples of one optimizer step over all ranks (GB), a multiple of LB * ranks; -1 is one
+            micro-batch on each rank.
+        seed: of the order.
+        infinite: whether epochs follow each other without end, each in an order of its own; else one pass in natural
+            order.
+        dataloader: the section ``[training.dataloader]``, as ``torch.utils.data.DataLoader`` takes it.
+    """
+
+    local_batch_size: int
+    global_batch_size: int = -1
+    seed: int = 0
+    infinite: bool = True
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+    def check(self, dp_size: int) -> None:
+        """Raises DataError when the sizes do not fit ``dp_size`` ranks or the worker settings each other."""
+        if self.local_batch_size < 1:
+            raise DataError(f"training.local_batch_size = {self.local_batch_size} must be at least 1")
+        unit = self.local_batch_size * dp_size
+        size = self.global_batch_size
+        if size != -1 and (size < 1 or size % unit):
+            above = max(1, -(-size // unit)) * unit
+            nearest = f"{above - unit} or {above}" if above > unit else f"{above}"
+            raise DataError(
+                f"training.global_batch_size = {size} is not a multiple of local_batch_size x data-parallel ranks = "
+                f"{self.local_batch_size} x {dp_size} = {unit}: use {nearest}"
+            )
+        workers = self.dataloader
+        if workers.num_workers == 0 and (workers.persistent_workers or workers.prefetch_factor is not None):
+            raise DataError(
+                "training.dataloader.persistent_workers and prefetch_factor need num_workers of at least 1: "
+                "raise num_workers or leave both out"
+            )
+
+
 class _RankBatches(Sampler[list[int]]):
     """The dataset indices of one rank's micro-batches, from global sample `start` on."""
 
-    def __init__(self, samples: int, local_batch_size: int, dp_rank: int, dp_size: int, seed: int, infinite: bool):
+    def __init__(self, samples: int, config: LoaderConfig, dp_rank: int, dp_size: int):
         self.start = 0
+        self.stride = config.local_batch_size * dp_size
         self._samples = samples
-        self._stride = local_batch_size * dp_size
-        self._offsets = dp_rank * local_batch_size + np.arange(local_batch_size, dtype=np.int64)
-        self._seed = seed
-        self._infinite = infinite
+        self._offsets = dp_rank * config.local_batch_size + np.arange(config.local_batch_size, dtype=np.int64)
+        self._seed = config.seed
+        self._infinite = config.infinite
 
     def __len__(self) -> int:
-        return -(-self._samples // self._stride)
+        return -(-self._samples // self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.start
@@ -65,71 +108,46 @@ class _RankBatches(Sampler[list[int]]):
                 yield sample_order(self._seed, ids // self._samples, ids % self._samples, self._samples).tolist()
             else:
                 yield np.where(ids < self._samples, ids, _FILLER).tolist()
-            first += self._stride
+            first += self.stride
 
 
 class TokenLoader:
     """The micro-batches of one data-parallel rank, each {"input", "labels"}: int64 [LB, seq_len].
 
-    With `infinite` the stream never ends, every epoch has its own order, and `iter()` goes on where the last
-    iterator stopped. Without, each `iter()` is one pass in natural order, and every rank gets the same number
-    of batches: samples that are missing at the end are filled with labels of -100.
+    An infinite stream never ends, and `iter()` goes on where the last iterator stopped. Of a finite one, each
+    `iter()` is one pass, in which every rank gets the same number of batches: samples that are missing at the end
+    are filled with labels of -100.
 
     Only one iterator is live at a time: `iter()` and `load_state_dict` end the ones before.
 
     Args:
         dataset: the samples, the same on every rank.
-        local_batch_size: samples of one micro-batch on one rank (LB).
-        global_batch_size: samples of one optimizer step over all ranks (GB), a multiple of LB * dp_size.
+        config: how they are read.
         dp_rank, dp_size: place of this rank among those that read different data.
-        seed: of the order; the same on every rank.
-        num_workers, persistent_workers, pin_memory, prefetch_factor: as of `torch.utils.data.DataLoader`.
 
     Raises:
-        DataError: sizes or worker settings that do not fit; the message names the key.
+        DataError: see `LoaderConfig.check`; or there is no such rank.
     """
 
-    def __init__(
-        self,
-        dataset: PackedDataset,
-        *,
-        local_batch_size: int,
-        global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        num_workers: int,
-        persistent_workers: bool,
-        pin_memory: bool,
-        prefetch_factor: int | None,
-        infinite: bool = True,
-    ):
+    def __init__(self, dataset: PackedDataset, config: LoaderConfig, dp_rank: int = 0, dp_size: int = 1):
         if not 0 <= dp_rank < dp_size:
             raise DataError(f"data-parallel rank {dp_rank} of {dp_size} ranks does not exist")
-        _check_batch_sizes(local_batch_size, global_batch_size, dp_size)
-        if num_workers == 0 and (persistent_workers or prefetch_factor is not None):
-            raise DataError(
-                "training.dataloader.persistent_workers and prefetch_factor need num_workers of at least 1: "
-                "raise num_workers or leave both out"
-            )
-        self.micro_batches_per_step = global_batch_size // (local_batch_size * dp_size)
+        config.check(dp_size)
         self._samples = len(dataset)
-        self._stride = local_batch_size * dp_size
-        self._seed = seed
-        self._infinite = infinite
+        self._seed = config.seed
+        self._infinite = config.infinite
         self._consumed = 0
         self._generation = 0
-        self._batches = _RankBatches(self._samples, local_batch_size, dp_rank, dp_size, seed, infinite)
+        self._batches = _RankBatches(self._samples, config, dp_rank, dp_size)
+        size = config.global_batch_size
+        self.micro_batches_per_step = 1 if size == -1 else size // self._batches.stride
         with warnings.catch_warnings():
-            # torchdata 0.11 calls something that torch 2.13 deprecates; no user can act on it.
+            # torchdata 0.11 calls a function that torch 2.13 deprecates; no user can act on it.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
                 _WithFiller(dataset),
                 batch_sampler=self._batches,
-                num_workers=num_workers,
-                persistent_workers=persistent_workers,
-                pin_memory=pin_memory,
-                prefetch_factor=prefetch_factor,
+                **vars(config.dataloader),
                 # A generator of its own: starting an iterator must not move the trainer's random numbers.
                 generator=torch.Generator(),
             )
@@ -154,7 +172,7 @@ class TokenLoader:
             if batch is None:
                 return
             # Counted here, not in the sampler: that one runs ahead of the caller by what workers prefetch.
-            self._consumed += self._stride
+            self._consumed += self._batches.stride
             yield batch
         # Checked before reading on, for persistent workers would hand the next iterator's batch to this one.
         raise RuntimeError("this iterator ended when the loader was iterated or loaded again")
@@ -187,54 +205,3 @@ class TokenLoader:
             )
         self._consumed = int(state["consumed_samples"])
         self._generation += 1
-
-
-def _check_batch_sizes(local_batch_size: int, global_batch_size: int, dp_size: int) -> None:
-    if local_batch_size < 1:
-        raise DataError(f"training.local_batch_size = {local_batch_size} must be at least 1")
-    unit = local_batch_size * dp_size
-    if global_batch_size < 1 or global_batch_size % unit:
-        above = max(1, -(-global_batch_size // unit)) * unit
-        nearest = f"{above - unit} or {above}" if above > unit else f"{above}"
-        raise DataError(
-            f"training.global_batch_size = {global_batch_size} is not a multiple of local_batch_size x "
-            f"data-parallel ranks = {local_batch_size} x {dp_size} = {unit}: use {nearest}"
-        )
-
-
-def build_loader(
-    dataset: PackedDataset,
-    *,
-    local_batch_size: int,
-    global_batch_size: int = -1,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    seed: int = 0,
-    num_workers: int = 0,
-    persistent_workers: bool = False,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
-    infinite: bool = True,
-) -> TokenLoader:
-    """A `TokenLoader` with the defaults of the TOML keys.
-
-    A `global_batch_size` of -1 means one micro-batch on each rank.
-
-    Raises:
-        DataError: see `TokenLoader`.
-    """
-    if global_batch_size == -1:
-        global_batch_size = local_batch_size * dp_size
-    return TokenLoader(
-        dataset,
-        local_batch_size=local_batch_size,
-        global_batch_size=global_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed,
-        num_workers=num_workers,
-        persistent_workers=persistent_workers,
-        pin_memory=pin_memory,
-        prefetch_factor=prefetch_factor,
-        infinite=infinite,
-    )

@@ -28,8 +28,8 @@ _SAVED_OPS = frozenset(
 
 
 class Checkpointed(nn.Module):
-    """A block whose activations are recomputed in backward. Its attribute has the name that PyTorch's own wrapper
-    uses, which every tool that cleans parameter names knows."""
+    """A block whose activations are recomputed in backward. The attribute that holds it is called as in PyTorch's own
+    wrapper: tools that clean parameter names know it."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()

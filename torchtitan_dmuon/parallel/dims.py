@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError
 from torchtitan_dmuon.config.job_config import Parallelism
 
@@ -83,31 +82,16 @@ class Meshes:
         return replica * self.dp_shard.size() + self.dp_shard.get_local_rank()
 
     @property
-    def dp_lanes(self) -> list[dmuon.Lane]:
-        """All-reduces on these, one after the other, cover the ranks that read different data."""
-        parts = {"dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}
-        return [dmuon.Lane(name, part.get_group(), self.device) for name, part in parts.items() if part is not None]
+    def tp_rank(self) -> int:
+        """Place among the ranks that split each layer; 0 without tensor parallelism."""
+        return 0 if self.tp is None else self.tp.get_local_rank()
 
     @property
-    def lanes(self) -> list[dmuon.Lane]:
-        """As ``dp_lanes``, for all ranks."""
-        tp = [] if self.tp is None else [dmuon.Lane("tp", self.tp.get_group(), self.device)]
-        return [*self.dp_lanes, *tp]
+    def dp_groups(self) -> list[dist.ProcessGroup]:
+        """All-reduces over these, one after the other, sum over the ranks that read different data."""
+        return [mesh.get_group() for mesh in (self.dp_shard, self.dp_replicate) if mesh is not None]
 
-
-def all_reduce(lanes: list[dmuon.Lane], tensor: torch.Tensor) -> torch.Tensor:
-    """Collective. Sum ``tensor`` in place over the ranks that ``lanes`` span together."""
-    for lane in lanes:
-        lane.all_reduce(tensor)
-    return tensor
-
-
-def check_tensor_parallel(tp: int, sizes: dict[str, int]) -> None:
-    """Raises ConfigError when ``tp`` does not divide one of the named ``sizes``."""
-    for name, size in sizes.items():
-        if size % tp:
-            common = math.gcd(tp, size)
-            raise ConfigError(
-                "parallelism.tensor_parallel_degree", None, f"found {tp}, which does not divide {name} = {size} "
-                f"(the largest divisor they share is {common})",
-            )  # fmt: skip
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """As ``dp_groups``, for all ranks."""
+        return self.dp_groups if self.tp is None else [*self.dp_groups, self.tp.get_group()]

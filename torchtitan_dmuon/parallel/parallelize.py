@@ -66,7 +66,7 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, spec: ModelSpec
 
 
 def plan_dedication(model: nn.Module, config: DMuon) -> dict[str, dmuon.Decision]:
-    """Decision and reason for every parameter, made on the plain model.
+    """Whether each parameter goes to Muon, and why, by name. ``model`` is the plain one.
 
     Raises:
         ConfigError: a pattern that matches nothing, a parameter included that is no matrix, or nothing left for Muon.
@@ -79,7 +79,7 @@ def plan_dedication(model: nn.Module, config: DMuon) -> dict[str, dmuon.Decision
                 raise ConfigError(f"dmuon.{key}", None, f"{pattern!r} matches no parameter of the model")
             decision = dmuon.Decision(key == "include", f"dmuon.{key} {pattern!r}")
             decisions |= dict.fromkeys(hits, decision)
-    # Only now: an exclusion may take back what an inclusion matched.
+    # Checked last: an exclusion may take back a parameter that an inclusion matched.
     for name, param in model.named_parameters():
         if decisions[name].muon and param.ndim not in (2, 3):
             raise ConfigError(
@@ -148,7 +148,7 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
 
 
 def head_splits(model: nn.Module, plan: dict[str, dmuon.Decision]) -> list[dict[str, Any]]:
-    """Policy rules that cut query, key and value into a matrix for each head."""
+    """Policy rules (of ``dmuon.dedicate_params``) that cut query, key and value into a matrix for each head."""
     rules = []
     for name, module in model.named_modules():
         if isinstance(module, Attention):
@@ -181,12 +181,12 @@ def apply_fsdp(
         fully_shard(block, **options)
     if model.output.weight is not model.tok_embeddings.weight:  # a tied weight has to stay in one group
         fully_shard(model.tok_embeddings, **options)
-        # The head is the first thing backward needs: freeing it after forward saves nothing.
-        keep = parallelism.fsdp_reshard_after_forward == "always"
-        fully_shard([model.norm, model.output], **{**options, "reshard_after_forward": keep})
+        # Backward needs the head first: freeing it after forward saves nothing.
+        reshard_head = parallelism.fsdp_reshard_after_forward == "always"
+        fully_shard([model.norm, model.output], **{**options, "reshard_after_forward": reshard_head})
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            module.set_force_sum_reduction_for_comms(enable=True)  # gloo has no pre-multiplied sum
     logger.info("Applied FSDP2 over %d ranks", mesh.size())

@@ -1,0 +1,89 @@
+"""What is wrong between keys that are each valid alone. The keys are declared in `job_config`."""
+
+from collections.abc import Iterator
+
+from torchtitan_dmuon.config.job_config import KEYS, JobConfig
+
+
+def schedule_conflicts(warmup_steps: int, total_steps: int, decay_ratio: float | None) -> Iterator[tuple[str, str]]:
+    """What is wrong with a learning-rate schedule, as (key, problem) pairs."""
+    if not 0 <= warmup_steps <= total_steps:
+        yield (
+            "lr_scheduler.warmup_steps",
+            f"found {warmup_steps}, expected 0 to {total_steps}, the length of the schedule",
+        )
+    if decay_ratio is not None and not 0 <= decay_ratio <= 1:
+        yield "lr_scheduler.decay_ratio", f"found {decay_ratio}, expected 0 to 1"
+
+
+def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong between keys that are each valid alone, as (key, problem) pairs."""
+    schedule, training, profiling = config.lr_scheduler, config.training, config.profiling
+    total_steps = training.steps if schedule.total_steps is None else schedule.total_steps
+    yield from schedule_conflicts(schedule.warmup_steps, total_steps, schedule.decay_ratio)
+
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        expected = f"at least profiler_warmup + profiler_active = {cycle}"
+        yield "profiling.profile_freq", f"found {profiling.profile_freq}, expected {expected}"
+
+    yield from _checkpoint_conflicts(config)
+
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) >= 1):
+        problem = f"found {option!r}, expected 'op' or a positive integer as a string"
+        yield "activation_checkpoint.selective_ac_option", problem
+
+    used = [("training", training)] + ([("validation", config.validation)] if config.validation.enable else [])
+    for section, data in used:
+        if (data.dataset == "stdlib") != (data.dataset_path is None):
+            found = "none" if data.dataset_path is None else repr(data.dataset_path)
+            expected = "none" if data.dataset == "stdlib" else "a glob or folder"
+            problem = f"found {found}, expected {expected} because {section}.dataset is {data.dataset!r}"
+            yield f"{section}.dataset_path", problem
+
+    loader = training.dataloader
+    for name, value in (
+        ("persistent_workers", loader.persistent_workers),
+        ("prefetch_factor", loader.prefetch_factor),
+    ):
+        if value and loader.num_workers == 0:
+            yield (
+                f"training.dataloader.{name}",
+                f"found {value}, expected training.dataloader.num_workers > 0 with it",
+            )
+
+
+# What a run starts from and what it writes: left out of a run without checkpoints, this would go unnoticed. How and how
+# often they are written may stay in a file where they are switched off.
+_NEEDS_CHECKPOINTS = (
+    *("load_step", "load_only", "exclude_from_loading"),
+    *("initial_load_path", "initial_load_model_only", "initial_load_in_hf"),
+    *("enable_first_step_checkpoint", "create_seed_checkpoint", "last_save_model_only"),
+)
+
+
+def _checkpoint_conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        for name in _NEEDS_CHECKPOINTS:
+            if (value := vars(checkpoint)[name]) != KEYS[f"checkpoint.{name}"].default:
+                yield f"checkpoint.{name}", f"found {value!r}, expected checkpoint.enable = true with it"
+    if checkpoint.load_only and checkpoint.create_seed_checkpoint:
+        yield "checkpoint.create_seed_checkpoint", "found true, expected checkpoint.load_only = false with it"
+    if checkpoint.initial_load_in_hf:
+        if not checkpoint.initial_load_model_only:
+            yield (
+                "checkpoint.initial_load_model_only",
+                "found false, expected true because HuggingFace folders hold only weights (initial_load_in_hf)",
+            )
+        if checkpoint.initial_load_path is None and config.model.hf_assets_path is None:
+            yield (
+                "checkpoint.initial_load_in_hf",
+                "found true, expected a folder in checkpoint.initial_load_path or model.hf_assets_path",
+            )
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        yield "checkpoint.last_save_in_hf", "found true, expected checkpoint.last_save_model_only = true with it"
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
+        problem = f"found {checkpoint.export_dtype!r}, expected checkpoint.last_save_model_only = true with it"
+        yield "checkpoint.export_dtype", problem
