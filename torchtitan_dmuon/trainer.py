@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: JobConfig, signals: SignalWatch | None = None) -> None:
         self.config = config
         self.rank, _, world_size = world_from_env()
-        self.step = 0  # optimizer steps done; the number of the one that runs
+        self.step = 0  # optimizer steps done; while one runs, its number
         checked = check_alone(config, world_size)
         self._distribute(checked)
         self._build(checked, signals)
@@ -82,8 +82,8 @@ class Trainer:
         if self.uses_muon:
             logger.info("Newton-Schulz: %s", self.optimizer.newton_schulz)
 
-        # The device notes the first step that is not finite; the host looks when it has to wait anyway. Optimizers that
-        # cannot stand still by themselves need it to look at every step.
+        # The device notes the first step whose loss or norm is not finite. Fused optimizers on CUDA then stand still by
+        # themselves, and the host looks when it waits anyway; for others it looks before every step.
         self._bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
         self.requests = Requests(signals, self.device)
@@ -166,7 +166,7 @@ class Trainer:
             saving = self.checkpointer.due(self.step, wanted=last or asked.any)
             validating = self.validation_loader is not None and (last or self.step % config.validation.freq == 0)
             if saving or validating or stopped or last:
-                self._raise_if_bad()  # neither saved nor validated, and no end of a run that would look like a good one
+                self._raise_if_bad()  # such weights are neither saved nor validated, and are no good end of a run
             if saving:
                 with self.metrics.paused():
                     self.checkpointer.save(self._state(), last=last, stopping=stopped)
