@@ -128,7 +128,7 @@ def test_every_key_reaches_the_optimizer(tmp_path):
         dmuon.materialize(model, lambda fqn, tensor: tensor.normal_(), torch.device("cpu"))
         model.init_buffers("cpu")
         optimizer = build_optimizer(model, config)
-        assert optimizer.rule.normuon_beta2 == 0.9 and optimizer.rule.cautious_weight_decay
+        assert optimizer.normuon.beta2 == 0.9 and optimizer.rule.cautious_weight_decay
         assert optimizer.rule.scale == "spectral" and optimizer.newton_schulz.restarts == (1, 3)
         assert optimizer.newton_schulz.kernel == "cublas" and optimizer.newton_schulz.deterministic
         assert optimizer.qk_clip.threshold == 30 and len(optimizer.qk_clip.layers) == 2

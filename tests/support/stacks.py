@@ -8,7 +8,9 @@ import torch
 
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import NewtonSchulz
 from torchtitan_dmuon.dmuon.optimizer import stack as matrices
-from torchtitan_dmuon.dmuon.optimizer.stack import MatrixStack, MatrixView, UpdateRule
+from torchtitan_dmuon.dmuon.optimizer.matrices import MatrixView
+from torchtitan_dmuon.dmuon.optimizer.normuon import NorMuon
+from torchtitan_dmuon.dmuon.optimizer.stack import MatrixStack, UpdateRule
 from torchtitan_dmuon.dmuon.ownership.spec import COLUMNS, ROWS, Block, BlockSplit
 
 GROUP = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.5}
@@ -32,6 +34,12 @@ DTYPES = {
 }
 
 
+class FakePiece(SimpleNamespace):
+    def refresh_compute_weight(self):
+        if self.compute_weight is not None:
+            self.compute_weight.copy_(self.master)
+
+
 def pieces(layout, dtypes, device, count=3, scale=1):
     """``count`` pieces with random contents; the second has had no gradient."""
     shape, blocks, _ = LAYOUTS[layout]
@@ -46,7 +54,7 @@ def pieces(layout, dtypes, device, count=3, scale=1):
         tensors = [torch.randn(shape, generator=generator).to(device) for _ in range(3)]
         gone = index == 1
         made.append(
-            SimpleNamespace(
+            FakePiece(
                 shape=shape,
                 numel=math.prod(shape),
                 spec=SimpleNamespace(blocks=blocks, transposed=False, optim_dtype=momentum),
@@ -67,15 +75,18 @@ def stack_of(made, layout):
     views = []
     for piece in made:
         block = None if blocks is None else piece.spec.blocks.blocks[which]
-        views.append(MatrixView(piece, block, piece.momentum, piece.second_moment))
+        state = {"momentum_buffer": piece.momentum, "second_moment": piece.second_moment}
+        views.append(MatrixView(piece, block, state))
     return MatrixStack(views)
 
 
 def update(made, layout, found_inf=None, group=GROUP, fused=None, monkeypatch=None, **rule):
     """One update, by the kernels of the module ``fused`` or, without it, by PyTorch's operations."""
+    normuon_beta2 = rule.pop("normuon_beta2", None)
+    adjust = None if normuon_beta2 is None else NorMuon(normuon_beta2)
     monkeypatch.setattr(matrices, "triton_passes", lambda device: fused)
     stack = stack_of(made, layout)
-    rule = UpdateRule(**{"scale": "unit", "normuon_beta2": None, "cautious_weight_decay": False} | rule)
+    rule = UpdateRule(**{"scale": "unit", "adjust": adjust, "cautious_weight_decay": False} | rule)
     stack.update(group, rule, NewtonSchulz("direct", kernel="cublas"), found_inf)
     return stack
 

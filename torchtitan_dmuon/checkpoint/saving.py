@@ -30,7 +30,7 @@ from torchtitan_dmuon.checkpoint.directory import (
 from torchtitan_dmuon.checkpoint.state import Tensors, TrainState
 from torchtitan_dmuon.config import ConfigError
 from torchtitan_dmuon.distributed import agree, first_problem
-from torchtitan_dmuon.dmuon.state.pieces import Chunks, parts_of
+from torchtitan_dmuon.dmuon.state.pieces import PartialTensor, parts_of
 
 # A DefaultStager of torch 2.11 or 2.12 stages only once: there every save makes (and page-locks) memory of its own.
 _STAGER_IS_REUSABLE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -72,10 +72,10 @@ class LogicalStager(AsyncStager):
         def rebuild(staged: dict[str, list[torch.Tensor]]) -> Tensors:
             tensors = {}
             for name, copies in staged.items():
-                if not isinstance(state_dict[name], (Chunks, DTensor)):
+                if not isinstance(state_dict[name], (PartialTensor, DTensor)):
                     (tensors[name],) = copies
                 elif copies:
-                    tensors[name] = Chunks.of(wholes[name], list(zip(copies, offsets[name], strict=True)))
+                    tensors[name] = PartialTensor.of(wholes[name], list(zip(copies, offsets[name], strict=True)))
             return tensors
 
         if torch.cuda.is_available():
@@ -348,8 +348,8 @@ def model_only_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
         whole, parts = parts_of(tensor)
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             cast[name] = tensor
-        elif not isinstance(tensor, (Chunks, DTensor)):
+        elif not isinstance(tensor, (PartialTensor, DTensor)):
             cast[name] = tensor.to(dtype)
         elif parts:
-            cast[name] = Chunks.of(whole, [(part.to(dtype), offset) for part, offset in parts])
+            cast[name] = PartialTensor.of(whole, [(part.to(dtype), offset) for part, offset in parts])
     return cast

@@ -23,19 +23,19 @@ from .kernels.select import get_backend_status, get_ns_backend
 from .optimizer.clip import (
     GradientEntry,
     clip_grad_norm_,
-    clip_grad_norm_buckets_,
     clip_gradients_,
     clip_total_grad_norm_,
     register_muon_grad_clip_strategy,
     try_clip_optimizer_grad_norm_buckets_,
 )
 from .optimizer.muon import Muon
+from .optimizer.named_state import check_muon_recipe, muon_recipe
 from .ownership.assignment import Assignment
 from .ownership.blocks import split_equal, split_heads, split_interleaved, split_sizes
 from .ownership.classify import Decision, canonical_fqn, classify
 from .ownership.spec import Block, BlockSplit
 from .runtime.param import DedicatedParam, Piece
-from .state.materialize import initialize_undedicated, materialize
+from .state.materialize import materialize
 from .state.model import (
     get_model_shapes,
     get_model_state_dict,
@@ -44,7 +44,7 @@ from .state.model import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from .state.optimizer import check_muon_recipe, convert_ema_momentum, muon_recipe, state_dict_from_torch
+from .state.optimizer import convert_ema_momentum, state_dict_from_torch
 from .transport.lane import Lane
 from .transport.torch_private import set_group_timeout
 
@@ -52,10 +52,10 @@ from .transport.torch_private import set_group_timeout
 __all__ = [
     "COEFFICIENTS", "Assignment", "Block", "BlockSplit", "Decision", "DedicatedParam", "GradientEntry", "HeadWeights",
     "Lane", "Muon", "NewtonSchulz", "OwnershipRow", "Piece", "QKClip", "QKClipLayer", "attention_heads",
-    "canonical_fqn", "check_muon_recipe", "classify", "clip_grad_norm_", "clip_grad_norm_buckets_", "clip_gradients_",
+    "canonical_fqn", "check_muon_recipe", "classify", "clip_grad_norm_", "clip_gradients_",
     "clip_total_grad_norm_", "convert_ema_momentum", "dedicate_params", "format_ownership_table", "get_backend_status",
     "get_dedicated_params", "get_model_shapes", "get_model_state_dict", "get_ns_backend", "get_optimizer_state_dict",
-    "get_owned_params", "ignored_params", "initialize_undedicated", "latent_attention_heads", "materialize",
+    "get_owned_params", "ignored_params", "latent_attention_heads", "materialize",
     "muon_recipe", "newton_schulz", "no_sync", "ownership_table", "publish_weights",
     "register_muon_grad_clip_strategy", "set_gradient_divide_factor", "set_group_timeout", "set_model_state_dict",
     "set_optimizer_state_dict", "set_requires_all_reduce", "set_timeout", "split_equal", "split_heads",

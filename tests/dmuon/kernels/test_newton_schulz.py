@@ -9,8 +9,8 @@ import torch.utils._python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmuon import COEFFICIENTS, NewtonSchulz
+from torchtitan_dmuon.dmuon.kernels.kernel import Kernel
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import newton_schulz_flops
-from torchtitan_dmuon.dmuon.kernels.select import Kernel
 
 KJ = (3.4445, -4.7750, 2.0315)
 # Written out from docs/design/formulas.md.

@@ -94,12 +94,11 @@ def test_different_dtypes_go_the_plain_way(monkeypatch):
     assert_same_updates(mixed, plain, 1e-6)
 
 
-def test_chunks_are_of_about_one_size(monkeypatch):
+def test_batches_are_of_about_one_size(monkeypatch):
     stack = stack_of(pieces("matrices", "float32", CPU, count=7), "matrices")
-    one = matrices._workspace_bytes(stack.shape, True, False)
     for limit, sizes in ((7, [7]), (6, [4, 3]), (3, [3, 3, 1]), (1, [1] * 7)):
-        monkeypatch.setattr(matrices, "_STACK_BYTES", limit * one)
-        assert [len(views) for views in stack._chunks(True, False)] == sizes
+        monkeypatch.setattr(matrices, "_BATCH_BYTES", limit * 1000)
+        assert [len(views) for views in stack._batches(matrix_bytes=1000)] == sizes
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)

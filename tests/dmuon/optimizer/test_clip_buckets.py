@@ -1,5 +1,6 @@
 """Several norms in one collective: every bucket as if it were clipped alone, against one process."""
 
+import itertools
 import math
 
 import pytest
@@ -20,24 +21,11 @@ def gradients(generator, *shapes):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-@pytest.mark.parametrize("p", NORMS)
-def test_one_process_alone(p):
-    """Without a process group; the bound of one bucket is met already, a missing gradient is left out."""
-    generator = torch.Generator().manual_seed(0)
-    large, small = gradients(generator, (3, 4), (5,)), gradients(generator, (2, 2))
-    expected = [torch.cat([x.flatten() for x in bucket]).double().norm(p) for bucket in (large, small)]
-    wanted = [x * (0.5 / (expected[0] + 1e-6)).float() for x in large], [x.clone() for x in small]
-    buckets = {"large": [large[0], None, large[1]], "small": small, "empty": []}
-    norms = dmuon.clip_grad_norm_buckets_(buckets, {"large": 0.5, "small": 100.0, "empty": 1.0}, p)
-    assert list(norms) == ["large", "small", "empty"] and norms["empty"] == 0.0
-    for norm, value in zip(norms.values(), expected, strict=False):
-        torch.testing.assert_close(norm.double(), value, rtol=1e-6, atol=0)
-    for actual, value in zip([*large, *small], [*wanted[0], *wanted[1]], strict=True):
-        torch.testing.assert_close(actual, value, rtol=1e-6, atol=0)
-
-
 @distributed(world=4)
 def test_over_meshes_with_one_collective(rank, world):
+    """DTensors on another mesh beside plain gradients. A missing gradient is left out, the norm of an empty bucket is
+    zero, and a bucket within its bound stays as it is."""
+    _, optimizer = build(world)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=unique_names("dp", "tp"))
     generator = torch.Generator().manual_seed(0)
     full = gradients(generator, (5, 3), (3, 8), (7,))
@@ -49,22 +37,26 @@ def test_over_meshes_with_one_collective(rank, world):
         counted.append(tensor.numel()) or original(tensor, *args, **kwargs)
     )
     try:
-        for p in NORMS:
+        for p, bound in itertools.product(NORMS, (0.1, 100.0)):
             shards = [
                 distribute_tensor(x.clone(), mesh, at, src_data_rank=None) for x, at in zip(full, places, strict=True)
             ]
             plain = [x.clone() for x in alike]
             counted.clear()
-            norms = dmuon.clip_grad_norm_buckets_({"a": shards, "b": plain, "c": []}, 0.1, p)
+            norms = dmuon.try_clip_optimizer_grad_norm_buckets_(
+                optimizer, [shards[0], None, *shards[1:]], plain, {"regular": 0.1, "muon": 1.0, "adamw": bound}, p
+            )
             assert len(counted) == 1, "one collective for all buckets"
-            for norm, bucket in zip(norms.values(), (full, alike), strict=False):
-                torch.testing.assert_close(
-                    norm.double(), torch.cat([x.double().flatten() for x in bucket]).norm(p), rtol=1e-6, atol=0
-                )
+            assert list(norms) == ["regular", "muon", "adamw"] and norms["muon"] == 0.0
+            for name, bucket in (("regular", full), ("adamw", alike)):
+                expected = torch.cat([x.double().flatten() for x in bucket]).norm(p)
+                torch.testing.assert_close(norms[name].double(), expected, rtol=1e-6, atol=0)
+            factor = 0.1 / (norms["regular"] + 1e-6)
             for actual, whole in zip(shards, full, strict=True):
-                torch.testing.assert_close(full_tensor(actual), whole * (0.1 / (norms["a"] + 1e-6)), rtol=1e-6, atol=0)
+                torch.testing.assert_close(full_tensor(actual), whole * factor, rtol=1e-6, atol=0)
+            factor = 0.1 / (norms["adamw"] + 1e-6) if bound < 1 else 1.0
             for actual, whole in zip(plain, alike, strict=True):
-                torch.testing.assert_close(actual, whole * (0.1 / (norms["b"] + 1e-6)), rtol=1e-6, atol=0)
+                torch.testing.assert_close(actual, whole * factor, rtol=1e-6 if bound < 1 else 0, atol=0)
     finally:
         dist.all_reduce = original
 
@@ -126,4 +118,3 @@ def test_errors_are_raised_everywhere_and_change_nothing(rank, world):
         norms = dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, [bad.clone()], max_norm=1e9, norm_type=p)
         assert norms["regular"].isnan() and norms["muon"].isfinite()
     assert_same(full_gradients(model), before, atol=0, rtol=0)
-    assert dmuon.clip_grad_norm_buckets_({}, 1.0) == {}

@@ -96,14 +96,15 @@ def test_normuon_needs_whole_neurons(rank, world):
 
 def test_a_neuron_without_gradient_stays_finite_and_still():
     """A dead neuron's row is zero: 0 / 0 must not appear, and the others keep the update's norm."""
-    from torchtitan_dmuon.dmuon.optimizer.stack import _equalize_neurons
+    from torchtitan_dmuon.dmuon.optimizer.normuon import NorMuon
 
     class View:
         class piece:
             class spec:
                 transposed = False
 
-        second_moment = torch.zeros(3, 1)
+        def __init__(self):
+            self.state = {"second_moment": torch.zeros(3, 1)}
 
         def take(self, tensor):
             return tensor.view(1, 3, 1)
@@ -113,7 +114,7 @@ def test_a_neuron_without_gradient_stays_finite_and_still():
 
     update = torch.tensor([[[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]])
     norm = update.norm()
-    _equalize_neurons(View(), update, torch.tensor(1.0), 0.9)
+    NorMuon(0.9)(View(), update, torch.tensor(1.0))
     assert torch.equal(update[0, 1], torch.zeros(2))
     torch.testing.assert_close(update.norm(), norm)
     torch.testing.assert_close(update[0, 0].norm(), update[0, 2].norm())  # every neuron moves alike

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..optimizer.stack import neuron_dim
+from ..optimizer.matrices import neuron_dim
 from ..ownership.blocks import index_of
 from ..ownership.policy import nearest
 from ..ownership.spec import Block
@@ -112,7 +112,7 @@ class QKClip:
                     raise ValueError(f"QK-clip: {weights.fqn} must be one matrix with one owner, it is {dp}")
                 if not dp.spec.trainable:
                     raise ValueError(f"QK-clip: {weights.fqn} is frozen; leave its layer out")
-                neurons = dp.shape[neuron_dim(dp.pieces[0])]
+                neurons = dp.shape[neuron_dim(dp.spec)]
                 if max(weights.heads.indices()) >= neurons:
                     raise ValueError(
                         f"QK-clip: {weights.fqn} has {neurons} outputs, fewer than its heads {weights.heads}"
@@ -125,7 +125,7 @@ class QKClip:
                     )
 
     @torch.no_grad()
-    def apply(self, runtime: Runtime, found_inf: torch.Tensor | None = None) -> None:
+    def after_update(self, runtime: Runtime, found_inf: torch.Tensor | None = None) -> None:
         """Collective, one all-reduce a mesh dimension. Scale the masters this rank owns and start new maxima. Where
         ``found_inf`` is not zero, and for maxima that are not finite, nothing is scaled."""
         heads = [layer.weights[0].heads.groups for layer in self.layers]
@@ -145,7 +145,7 @@ class QKClip:
         for layer, factors in zip(self.layers, gamma.split(heads), strict=True):
             for weights in layer.weights:
                 if (piece := owned.get(weights.fqn)) is not None:
-                    _scale_heads(piece.master, neuron_dim(piece), weights, factors)
+                    _scale_heads(piece.master, neuron_dim(piece.spec), weights, factors)
                     piece.refresh_compute_weight()
 
 

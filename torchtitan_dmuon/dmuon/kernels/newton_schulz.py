@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .kernel import Kernel
 from .replay import Replay
-from .select import Kernel, check_kernel, default_device, select_kernel
+from .select import check_kernel, default_device, select_kernel
 
 Coefficients = tuple[tuple[float, float, float], ...]
 

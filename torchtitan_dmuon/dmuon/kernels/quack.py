@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from .select import Kernel
+from .kernel import Kernel
 
 _MIN_SIZE = 256  # one tile of its triangular schedule
 

@@ -1,40 +1,37 @@
-"""AdamW on the pieces this rank owns, with what depends on the data kept on the device.
-
-The update itself is ``torch.optim.adamw.adamw`` (fused). Parameters that are not dedicated are left to
-``torch.optim.AdamW``, see ``muon.py``.
-"""
+"""AdamW: on the pieces this rank owns, and by ``torch.optim.AdamW`` on parameters that are not dedicated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as adamw_update
+from torch.profiler import record_function
 
 from ..runtime.param import Piece
 
-
-def new_state(like: torch.Tensor, step_device: torch.device | str, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The state before the first step of a parameter like ``like``."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=step_device),
-        "exp_avg": torch.zeros_like(like, dtype=dtype),
-        "exp_avg_sq": torch.zeros_like(like, dtype=dtype),
-    }
+IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
 
-def update(
-    pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: dict[str, Any], found_inf: torch.Tensor | None
+def update_pieces(
+    pieces: Sequence[Piece],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    group: Mapping[str, Any],
+    found_inf: torch.Tensor | None,
 ) -> None:
-    """One AdamW step of what this rank owns of one parameter: a piece, or several runs of experts, which share one step
-    count. Where no rank had a gradient, or ``found_inf`` (zero or one) is one, nothing moves: the fused kernel looks at
-    the flag itself, so the host does not wait."""
+    """One step of the pieces of one parameter that this rank owns; they share one step count. Where no rank had a
+    gradient, or ``found_inf`` (zero or one) is one, nothing moves: the fused kernel reads the flag itself, so the host
+    does not wait. Masters and compute weights are written."""
+    for piece in pieces:
+        piece.wait_gradient()
     skip = pieces[0].grad_count.eq(0).float()
     if found_inf is not None:
         skip = torch.maximum(skip, found_inf)
     step = states[0]["step"]
-    adamw(
+    adamw_update(
         [piece.master for piece in pieces],
         [piece.grad.to(piece.master.dtype) for piece in pieces],
         [state["exp_avg"] for state in states],
@@ -51,3 +48,57 @@ def update(
         eps=group["eps"],
         maximize=False,
     )
+    for piece in pieces:
+        piece.refresh_compute_weight()
+
+
+class PlainAdamW:
+    """PyTorch's own AdamW over the parameters that are not dedicated: one for each parameter group that has some.
+
+    Args:
+        implementation: one of ``IMPLEMENTATIONS``.
+
+    Raises:
+        ValueError: another implementation.
+    """
+
+    def __init__(self, implementation: str) -> None:
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"adamw_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+        self.implementation = implementation
+        self.optimizers: list[tuple[dict[str, Any], torch.optim.AdamW]] = []
+
+    def build(self, groups: Sequence[dict[str, Any]], dedicated: Collection[torch.Tensor], state: dict) -> None:
+        """``state`` is the optimizer's, which all share. The inner groups keep DTensors of different meshes apart: no
+        fused kernel takes them together."""
+        for group in groups:
+            kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+            for param in group["params"]:
+                if param not in dedicated:
+                    kinds[param.device_mesh if isinstance(param, DTensor) else None].append(param)
+            if kinds:
+                options = {name: self.implementation == name for name in ("fused", "foreach")}
+                adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], **options)
+                adamw.state = state
+                self.optimizers.append((group, adamw))
+
+    def check_takes_found_inf(self) -> None:
+        """Raises ValueError where only the fused kernels would."""
+        if self.optimizers and self.implementation != "fused":
+            raise ValueError(
+                f"found_inf needs adamw_implementation='fused', this optimizer has {self.implementation!r}"
+            )
+
+    def step(self, found_inf: torch.Tensor | None) -> None:
+        """One step by the hyperparameters of the groups. Nothing moves where ``found_inf`` is one."""
+        for group, adamw in self.optimizers:
+            for inner in adamw.param_groups:
+                inner.update({key: group[key] for key in ("lr", "betas", "weight_decay", "eps")})
+            with record_function(f"dmuon/adamw {group['group_name']}"):
+                if found_inf is None:
+                    adamw.step()
+                else:
+                    # The protocol of torch.amp.GradScaler, which the fused kernels implement.
+                    adamw.found_inf, adamw.grad_scale = found_inf, None
+                    adamw.step()
+                    del adamw.found_inf, adamw.grad_scale

@@ -1,9 +1,9 @@
 """Gradient norms and clipping over gradients that live in different places.
 
 A dedicated gradient exists once, on its owner. An FSDP2 gradient is a DTensor: sharded over some mesh dimensions,
-replicated over others. The norms of any number of buckets of them come out of one collective (one for each mesh
-dimension), without waiting for the device. Norms and scaling are PyTorch's multi-tensor (``foreach``) operations, one
-kernel launch for many tensors on CUDA and a loop elsewhere.
+replicated over others. The norms of any number of buckets of gradients come out of one collective for each mesh
+dimension, and the host does not wait for the device. Norms and scaling are PyTorch's multi-tensor (``foreach``)
+operations: one kernel launch for many tensors on CUDA, a loop elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..ownership.policy import nearest
+from ..runtime.param import Piece
 from ..transport.lane import Lane
 from .muon import Muon
 
@@ -38,8 +39,7 @@ def local_parts(gradients: Iterable[torch.Tensor], ranks: int) -> list[Part]:
                     raise ValueError("a partial gradient has no norm before it is reduced")
                 copies *= grad.device_mesh.size(dim) if placement.is_replicate() else 1
             grad = grad.to_local()
-        if grad.numel():
-            parts.append((grad, copies))
+        parts.append((grad, copies))
     return parts
 
 
@@ -49,7 +49,8 @@ def _local_power(parts: Sequence[Part], norm_type: float, device: torch.device) 
     total = torch.zeros((), dtype=torch.float64, device=device)
     alike: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for grad, copies in parts:
-        alike[(copies, torch.promote_types(grad.dtype, torch.float32))].append(grad)
+        if grad.numel():
+            alike[(copies, torch.promote_types(grad.dtype, torch.float32))].append(grad)
     for (copies, dtype), grads in sorted(alike.items(), key=lambda item: (item[0][0], str(item[0][1]))):
         # In float64: the sum over hundreds of tensors keeps float32's accuracy, and is a handful of scalars.
         norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(grads, norm_type, dtype)]).double()
@@ -79,37 +80,42 @@ def combine_norms(
     return (powers ** (1.0 / norm_type)).float()
 
 
-def _scale_(parts: Sequence[Part], total: torch.Tensor, max_norm: float) -> None:
-    """Multiply in place by ``max_norm / (total + 1e-6)`` where that is below one."""
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for grad, _ in parts:
-        by_device[grad.device].append(grad)
-    for device, grads in by_device.items():
-        torch._foreach_mul_(grads, factor.to(device))
-
-
 def _clip(
     buckets: Mapping[str, Sequence[Part]],
     max_norms: Mapping[str, float],
     norm_type: float,
     error_if_nonfinite: bool,
     lanes: Sequence[Lane],
-    device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Clip every bucket by its own norm. Collective. Nothing is changed if an error is raised."""
+    """Scale every bucket in place by ``max_norm / (its norm + 1e-6)`` where that is below one, and return the norms.
+    Collective. Nothing is changed if an error is raised."""
     for value in (*max_norms.values(), norm_type):
         if not value > 0:
             raise ValueError(f"max_norm and norm_type must be positive, got {dict(max_norms)} and {norm_type}")
-    totals = combine_norms(list(buckets.values()), float(norm_type), lanes, device)
+    totals = combine_norms(list(buckets.values()), float(norm_type), lanes, lanes[0].device)
     norms = dict(zip(buckets, totals.unbind(), strict=True))
     if error_if_nonfinite and not totals.isfinite().all():
-        told = {name: norm.item() for name, norm in norms.items()}
-        told = next(iter(told.values())) if len(told) == 1 else told
+        values = {name: norm.item() for name, norm in norms.items()}
+        told = next(iter(values.values())) if len(values) == 1 else values
         raise RuntimeError(f"the total gradient norm (order {norm_type}) is {told}; nothing was clipped")
     for name, parts in buckets.items():
-        _scale_(parts, norms[name], max_norms[name])
+        factor = (max_norms[name] / (norms[name] + 1e-6)).clamp(max=1.0)
+        by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        for grad, _ in parts:
+            by_device[grad.device].append(grad)
+        for device, grads in by_device.items():
+            torch._foreach_mul_(grads, factor.to(device))
     return norms
+
+
+def _arrived(optimizer: Muon) -> list[Piece]:
+    """The pieces this rank owns that have a gradient, which has arrived."""
+    optimizer.runtime.wait_gradients()
+    return [piece for piece in optimizer.runtime.owned if piece.grad is not None]
+
+
+def _parts(pieces: Iterable[Piece]) -> list[Part]:
+    return [(piece.grad, 1) for piece in pieces]
 
 
 @torch.no_grad()
@@ -130,12 +136,8 @@ def clip_gradients_(
 
     Returns the norm before clipping; raises as :func:`clip_grad_norm_`.
     """
-    parts = [*local_parts(gradients, math.prod(lane.size for lane in lanes)), *_not_empty(owned)]
-    return _clip({"": parts}, {"": max_norm}, norm_type, error_if_nonfinite, lanes, lanes[0].device)[""]
-
-
-def _not_empty(parts: Iterable[Part]) -> list[Part]:
-    return [(grad, copies) for grad, copies in parts if grad.numel()]
+    parts = [*local_parts(gradients, math.prod(lane.size for lane in lanes)), *owned]
+    return _clip({"": parts}, {"": max_norm}, norm_type, error_if_nonfinite, lanes)[""]
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,6 @@ class GradientEntry:
 
 # (this rank's entries, max_norm, norm_type, lanes) -> the norm to report, the same on every rank.
 Strategy = Callable[[list[GradientEntry], float, float, Sequence[Lane]], torch.Tensor]
-
 
 _GLOBAL_NORM = "global_norm"
 _STRATEGIES: dict[str, Strategy] = {}
@@ -201,12 +202,10 @@ def clip_grad_norm_(
     known = (_GLOBAL_NORM, *_STRATEGIES)
     if strategy not in known:
         raise ValueError(f"unknown clip strategy {strategy!r}{nearest(strategy, known)}; known: {', '.join(known)}")
-    optimizer.runtime.wait_gradients()
     lanes = optimizer.runtime.lanes.covering
-    pieces = [p for p in optimizer.runtime.owned if p.spec.route == "muon" and p.grad is not None]
+    pieces = [piece for piece in _arrived(optimizer) if piece.spec.route == "muon"]
     if strategy == _GLOBAL_NORM:
-        owned = [(piece.grad, 1) for piece in pieces]
-        return clip_gradients_([], max_norm, lanes, norm_type, error_if_nonfinite, owned)
+        return clip_gradients_([], max_norm, lanes, norm_type, error_if_nonfinite, _parts(pieces))
     entries = [GradientEntry(piece.fqn, piece.dp.shape, piece.grad) for piece in pieces]
     total = _STRATEGIES[strategy](entries, max_norm, float(norm_type), lanes)
     if error_if_nonfinite and not total.isfinite():
@@ -220,51 +219,9 @@ def clip_total_grad_norm_(
 ) -> torch.Tensor:
     """Clip all gradients of ``optimizer``, dedicated on any route and others, by one joint p-norm. Collective.
     Otherwise as :func:`clip_grad_norm_`."""
-    optimizer.runtime.wait_gradients()
-    owned = [(piece.grad, 1) for piece in optimizer.runtime.owned if piece.grad is not None]
+    owned, lanes = _parts(_arrived(optimizer)), optimizer.runtime.lanes.covering
     others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return clip_gradients_(others, max_norm, optimizer.runtime.lanes.covering, norm_type, error_if_nonfinite, owned)
-
-
-# -------------------------------------------------------------------- several norms in one collective
-
-
-@torch.no_grad()
-def clip_grad_norm_buckets_(
-    buckets: Mapping[str, Iterable[torch.Tensor | None]],
-    max_norm: float | Mapping[str, float],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    lanes: Sequence[Lane] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Clip each bucket of gradients by a norm of its own, all norms in one collective, without waiting for the device.
-
-    Args:
-        buckets: name -> gradients: DTensors, or plain tensors that all ranks hold alike; ``None`` is left out. The same
-            names in the same order on every rank.
-        max_norm: the bound of all buckets, or of each by name.
-        lanes: over whose ranks; default the ranks of the default process group, or this process alone without one.
-
-    Returns:
-        name -> the norm before clipping, a 0-D float32 tensor, the same on every rank; zero of an empty bucket.
-
-    Raises:
-        ValueError: a bound that is not positive or not given, or a partial DTensor.
-        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device); nothing is clipped then.
-    """
-    held = {name: [grad for grad in gradients if grad is not None] for name, gradients in buckets.items()}
-    if not held:
-        return {}
-    device = torch.device("cpu")
-    if dist.is_initialized() and dist.get_backend() == "nccl":  # a rank without gradients takes part all the same
-        device = torch.device("cuda", torch.cuda.current_device())
-    device = next((grad.device for gradients in held.values() for grad in gradients), device)
-    if lanes is None:
-        lanes = [Lane("clip", dist.group.WORLD, device)] if dist.is_initialized() else []
-    ranks = math.prod(lane.size for lane in lanes)
-    device = lanes[0].device if lanes else device
-    parts = {name: local_parts(gradients, ranks) for name, gradients in held.items()}
-    return _clip(parts, _bounds(max_norm, held), norm_type, error_if_nonfinite, lanes, device)
+    return clip_gradients_(others, max_norm, lanes, norm_type, error_if_nonfinite, owned)
 
 
 @torch.no_grad()
@@ -278,31 +235,31 @@ def try_clip_optimizer_grad_norm_buckets_(
 ) -> dict[str, torch.Tensor]:
     """Clip the gradients of a run as three buckets, each by its own norm: ``regular`` (``regular_grads``), ``muon``
     (dedicated matrices) and ``adamw`` (``adamw_grads`` and dedicated parameters on an AdamW route). Collective, one
-    all-reduce for each mesh dimension; waits for reductions in flight, but not for the device.
+    all-reduce for each mesh dimension; waits for reductions in flight, but not for the device. There is one
+    implementation for all devices, so it always succeeds.
 
-    There is one implementation, which PyTorch runs as multi-tensor kernels on CUDA and as a loop elsewhere, so it
-    always succeeds. Arguments, result and errors are those of :func:`clip_grad_norm_buckets_`.
+    Args:
+        regular_grads, adamw_grads: DTensors, or plain tensors that all ranks hold alike; ``None`` is left out.
+        max_norm: the bound of all buckets, or of each by name.
+
+    Returns:
+        name -> the norm before clipping, a 0-D float32 tensor, the same on every rank; zero of an empty bucket.
+
+    Raises:
+        ValueError: a bound that is not positive or not given, or a partial DTensor.
+        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device); nothing is clipped then.
     """
-    runtime = optimizer.runtime
-    runtime.wait_gradients()
-    lanes = runtime.lanes.covering
+    pieces, lanes = _arrived(optimizer), optimizer.runtime.lanes.covering
     ranks = math.prod(lane.size for lane in lanes)
-    owned = [(piece, (piece.grad, 1)) for piece in runtime.owned if piece.grad is not None]
+    regular, adamw = (
+        local_parts((grad for grad in grads if grad is not None), ranks) for grads in (regular_grads, adamw_grads)
+    )
     buckets = {
-        "regular": local_parts((grad for grad in regular_grads if grad is not None), ranks),
-        "muon": [part for piece, part in owned if piece.spec.route == "muon"],
-        "adamw": [
-            *local_parts((grad for grad in adamw_grads if grad is not None), ranks),
-            *_not_empty(part for piece, part in owned if piece.spec.route != "muon"),
-        ],
+        "regular": regular,
+        "muon": _parts(piece for piece in pieces if piece.spec.route == "muon"),
+        "adamw": adamw + _parts(piece for piece in pieces if piece.spec.route != "muon"),
     }
-    return _clip(buckets, _bounds(max_norm, buckets), norm_type, error_if_nonfinite, lanes, lanes[0].device)
-
-
-def _bounds(max_norm: float | Mapping[str, float], buckets: Iterable[str]) -> dict[str, float]:
-    if not isinstance(max_norm, Mapping):
-        return dict.fromkeys(buckets, max_norm)
-    names = list(buckets)
-    if set(max_norm) != set(names):
-        raise ValueError(f"max_norm is given for {sorted(max_norm)}, the buckets are {names}")
-    return dict(max_norm)
+    max_norms = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(buckets, max_norm)
+    if max_norms.keys() != buckets.keys():
+        raise ValueError(f"max_norm is given for {sorted(max_norms)}, the buckets are {list(buckets)}")
+    return _clip(buckets, max_norms, norm_type, error_if_nonfinite, lanes)

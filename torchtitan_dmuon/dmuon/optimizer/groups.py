@@ -22,10 +22,15 @@ from ..ownership.policy import ROUTES, check_state_dtype, nearest
 from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam
 
+# Of each half: its hyperparameter -> the user's key.
+_HALVES = {
+    "muon": {"lr": "muon_lr", "momentum": "momentum", "nesterov": "nesterov", "weight_decay": "muon_weight_decay"},
+    "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "weight_decay": "adamw_weight_decay", "eps": "adamw_eps"},
+}
 _ROUTE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
 _KEYS = (
-    *("params", "group_name", "lr", "weight_decay", "muon_lr", "adamw_lr", "muon_weight_decay"),
-    *("adamw_weight_decay", "momentum", "nesterov", "adamw_betas", "adamw_eps", *_ROUTE_KEYS),
+    *("params", "group_name", "lr", "weight_decay", *_ROUTE_KEYS),
+    *(key for half in _HALVES.values() for key in half.values()),
 )
 
 
@@ -43,24 +48,41 @@ def lower_param_groups(
         trainable: every parameter that must be in one group, by name.
         dedicated: the DMuon-managed parameters; their ``spec`` gets the route that the groups force.
         specs: what ``dedicate_params`` has given them, which counts where no route is forced.
-        defaults: ``muon_lr``, ``adamw_lr``, ``muon_weight_decay``, ``adamw_weight_decay``, ``momentum``, ``nesterov``,
-            ``adamw_betas``, ``adamw_eps``.
+        defaults: the hyperparameters of both halves by the user's keys (``muon_lr``, ...).
 
     Raises:
         ValueError: an unknown key, a value out of range, a group name given twice, a parameter that is missing, in two
             groups, or not the model's (as one taken before wrapping), or a route its storage cannot take.
     """
-    by_param = {dp.param: dp for dp in dedicated}
     if groups is None:
         # Frozen dedicated parameters are listed too: they have an owner, if no state.
         frozen = [dp.param for dp in dedicated if not dp.spec.trainable]
-        values = _checked("", dict(defaults))
-        _set_specs(dedicated, specs, {})
-        return _halves("", [*trainable.values(), *frozen], by_param, values)
-    names = {param: name for name, param in trainable.items()}
+        read, forced = [("", [*trainable.values(), *frozen], _hyperparameters("", {}, defaults))], {}
+    else:
+        read, forced = _read(groups, {param: name for name, param in trainable.items()}, specs, defaults)
+    for dp in dedicated:  # only now that nothing can go wrong any more; what an earlier optimizer has forced ends
+        dp.spec = forced.get(dp.param, specs[dp.param])
+    matrices = {dp.param for dp in dedicated if dp.spec.route == "muon"}
+    halves = []
+    for prefix, params, values in read:
+        for half, keys in _HALVES.items():
+            chosen = [param for param in params if (param in matrices) == (half == "muon")]
+            if chosen:
+                hyperparameters = {name: values[key] for name, key in keys.items()}
+                halves.append({"params": chosen, "group_name": f"{prefix}{half}", **hyperparameters})
+    return halves
+
+
+def _read(
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[nn.Parameter, str],
+    specs: Mapping[nn.Parameter, ParamSpec],
+    defaults: Mapping[str, Any],
+) -> tuple[list[tuple[str, list[nn.Parameter], dict[str, Any]]], dict[nn.Parameter, ParamSpec]]:
+    """([(prefix of its halves' names, parameters, hyperparameters) of each group], specs on forced routes)."""
     placed: dict[nn.Parameter, str] = {}
     forced: dict[nn.Parameter, ParamSpec] = {}
-    checked = []
+    read = []
     for position, group in enumerate(groups):
         where = f"param_groups[{position}]"
         for key in group:
@@ -68,21 +90,18 @@ def lower_param_groups(
                 raise ValueError(f"{where}: unknown key {key!r}{nearest(key, _KEYS)}; known: {', '.join(_KEYS)}")
         if "params" not in group:
             raise ValueError(f"{where}: 'params' is missing")
-        params = _tensors(group["params"], where)
         name = group.get("group_name", f"group{position}")
         if name in placed.values():
             raise ValueError(f"{where}: group_name {name!r} is given twice")
-        params = _placed(params, name, where, names, placed)
+        params = _placed(_tensors(group["params"], where), name, where, names, placed)
         forced |= _forced_route(group, params, specs, where)
-        checked.append((f"{name}/", params, _hyperparameters(group, defaults, where)))
-    missing = [name for name, param in trainable.items() if param not in placed]
-    if missing:
+        read.append((f"{name}/", params, _hyperparameters(f"{where}: ", group, defaults)))
+    if missing := [name for param, name in names.items() if param not in placed]:
         raise ValueError(
             f"param_groups leave out {len(missing)} trainable parameters, {missing[0]} among them; every trainable "
             "parameter needs a group"
         )
-    _set_specs(dedicated, specs, forced)  # only now that nothing can go wrong any more
-    return [half for prefix, params, values in checked for half in _halves(prefix, params, by_param, values)]
+    return read, forced
 
 
 def _tensors(given: Any, where: str) -> list[torch.Tensor]:
@@ -95,16 +114,6 @@ def _tensors(given: Any, where: str) -> list[torch.Tensor]:
     return params
 
 
-def _set_specs(
-    dedicated: Sequence[DedicatedParam],
-    specs: Mapping[nn.Parameter, ParamSpec],
-    forced: Mapping[nn.Parameter, ParamSpec],
-) -> None:
-    """All of them: what an earlier optimizer has forced ends with it."""
-    for dp in dedicated:
-        dp.spec = forced.get(dp.param, specs[dp.param])
-
-
 def _placed(
     params: Iterable[nn.Parameter],
     group: str,
@@ -113,10 +122,8 @@ def _placed(
     placed: dict[nn.Parameter, str],
 ) -> list[nn.Parameter]:
     """The trainable ones among ``params``, noted in ``placed``."""
-    kept = []
-    for param in params:
-        if not param.requires_grad:
-            continue
+    kept = [param for param in params if param.requires_grad]
+    for param in kept:
         if param not in names:
             raise ValueError(
                 f"{where}: a parameter of shape {list(param.shape)} is not the model's; build groups from "
@@ -125,7 +132,6 @@ def _placed(
         if param in placed:
             raise ValueError(f"{where}: {names[param]} is in group {placed[param]!r} already")
         placed[param] = group
-        kept.append(param)
     return kept
 
 
@@ -136,12 +142,12 @@ def _forced_route(
     routes = {group[key] for key in _ROUTE_KEYS if group.get(key) is not None}
     if not routes:
         return {}
-    forced = {}
     if len(routes) > 1:
         raise ValueError(f"{where}: {' and '.join(_ROUTE_KEYS)} say different things: {sorted(routes)}")
     (route,) = routes
     if route not in ROUTES:
         raise ValueError(f"{where}: unknown route {route!r}{nearest(route, ROUTES)}; known: {', '.join(ROUTES)}")
+    forced = {}
     for param, spec in ((param, specs[param]) for param in params if param in specs):
         if (route == "sharded_adamw") != (spec.route == "sharded_adamw"):
             raise ValueError(
@@ -155,67 +161,65 @@ def _forced_route(
     return forced
 
 
-def _hyperparameters(group: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
+# -------------------------------------------------------------------- hyperparameters
+
+
+def _hyperparameters(where: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``group``, else the defaults, by the user's keys for each half."""
     values = dict(defaults)
     for both in ("lr", "weight_decay"):
         if both in group:
             values |= {f"muon_{both}": group[both], f"adamw_{both}": group[both]}
     values |= {key: group[key] for key in values if key in group}
-    return _checked(f"{where}: ", values)
+    for key, value in values.items():
+        _check_value(where, key, value)
+    return values | {"adamw_betas": tuple(values["adamw_betas"])}
 
 
-def _checked(where: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values with betas as a tuple. Raises ValueError for a wrong type, length or range."""
-    betas = values["adamw_betas"]
-    if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"{where}adamw_betas must be two numbers, got {betas!r}")
-    values["adamw_betas"] = tuple(betas)
-    if not isinstance(values["nesterov"], bool):
-        raise ValueError(f"{where}nesterov must be True or False, got {values['nesterov']!r}")
-    ranges = {key: values[key] for key in values if key not in ("nesterov", "adamw_betas")}
-    ranges |= {f"adamw_betas[{index}]": beta for index, beta in enumerate(values["adamw_betas"])}
-    for key, value in ranges.items():
-        # A learning rate may be a tensor, as in PyTorch.
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
-            raise ValueError(f"{where}{key} must be a number, got {value!r}")
-        below_one = key == "momentum" or key.startswith("adamw_betas")
-        if not 0.0 <= value < (1.0 if below_one else math.inf):
-            raise ValueError(f"{where}{key} is out of range: {value}")
-    return values
+def _check_value(where: str, key: str, value: Any) -> None:
+    """Raises ValueError for a wrong type, length or range."""
+    if key == "nesterov":
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}nesterov must be True or False, got {value!r}")
+    elif key == "adamw_betas":
+        if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+            raise ValueError(f"{where}adamw_betas must be two numbers, got {value!r}")
+        for index, beta in enumerate(value):
+            _check_number(f"{where}adamw_betas[{index}]", beta, 1.0)
+    else:
+        _check_number(f"{where}{key}", value, 1.0 if key == "momentum" else math.inf)
 
 
-def check_half(where: str, half: Mapping[str, Any]) -> None:
-    """Raises ValueError for hyperparameters of a lowered group (``lr``, ``betas``, ...) that no group could have."""
-    neutral = {"adamw_betas": (0.0, 0.0), "nesterov": True}
-    names = {"betas": "adamw_betas", "eps": "adamw_eps", "nesterov": "nesterov"}
-    known = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov")
-    _checked(where, neutral | {names.get(key, key): half[key] for key in known if key in half})
+def _check_number(name: str, value: Any, limit: float) -> None:
+    # A learning rate may be a tensor, as in PyTorch.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not 0.0 <= value < limit:
+        raise ValueError(f"{name} is out of range: {value}")
 
 
-def _halves(
-    prefix: str,
-    params: list[nn.Parameter],
-    by_param: Mapping[nn.Parameter, DedicatedParam],
-    values: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    muon = [param for param in params if param in by_param and by_param[param].spec.route == "muon"]
-    chosen = set(muon)
-    halves = [
-        {
-            "params": muon,
-            "group_name": f"{prefix}muon",
-            "lr": values["muon_lr"],
-            "momentum": values["momentum"],
-            "nesterov": values["nesterov"],
-            "weight_decay": values["muon_weight_decay"],
-        },
-        {
-            "params": [param for param in params if param not in chosen],
-            "group_name": f"{prefix}adamw",
-            "lr": values["adamw_lr"],
-            "betas": values["adamw_betas"],
-            "weight_decay": values["adamw_weight_decay"],
-            "eps": values["adamw_eps"],
-        },
-    ]
-    return [half for half in halves if half["params"]]
+def saved_hyperparameters(
+    groups: Sequence[dict[str, Any]], names: Mapping[torch.Tensor, str], saved: Sequence[Mapping[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each of an optimizer's groups with its hyperparameters in a state dict.
+
+    Raises:
+        ValueError: a group or a hyperparameter is missing, has other parameters, or could not be set.
+    """
+    by_name = {group["group_name"]: group for group in saved}
+    updates = []
+    for group in groups:
+        name = group["group_name"]
+        if name not in by_name:
+            raise ValueError(f"the state dict has no group {name!r}, only {', '.join(map(repr, by_name))}")
+        here, there = {names[p] for p in group["params"]}, set(by_name[name]["params"])
+        if here != there:
+            raise ValueError(f"group {name!r} has other parameters in the state dict: {min(here ^ there)} differs")
+        values = {key: value for key, value in by_name[name].items() if key != "params"}
+        missing = sorted(group.keys() - values.keys() - {"params", "initial_lr"})
+        if missing:
+            raise ValueError(f"group {name!r} of the state dict has no {missing[0]}")
+        for key, users_key in _HALVES[name.rpartition("/")[2]].items():
+            _check_value(f"group {name!r} of the state dict: ", users_key, values[key])
+        updates.append((group, values))
+    return updates

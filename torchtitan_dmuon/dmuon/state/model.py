@@ -1,30 +1,37 @@
-"""State as logical tensors by canonical name, in the form ``torch.distributed.checkpoint`` saves and loads.
+"""The tensors of a model, and of its optimizer, by canonical name, in the form ``torch.distributed.checkpoint`` (DCP)
+saves and loads.
 
-Every tensor is held by exactly one writer: a dedicated parameter and its momentum by the owner, FSDP2 tensors as
-DTensors. Keys of tensors that live elsewhere are absent here, which is how DCP learns who writes and reads them.
+A dedicated parameter and its state are held by the owner alone, FSDP2 tensors are DTensors. A rank has no key for a
+tensor that lives elsewhere, which is how DCP learns who writes and reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..optimizer.adamw import new_state
-from ..optimizer.muon import Muon
 from ..ownership.classify import canonical_fqn
 from ..runtime.handle import find_runtime
-from ..transport.torch_private import is_dedicated, sharded_parameters
-from .optimizer import live_state
-from .pieces import Chunks, is_absent, logical_tensors, parts_of
-from .whole import gather_full, scatter_full
+from ..transport.torch_private import is_dedicated, own_persistent_buffers, sharded_parameters
+from .optimizer import State, adamw_state, flat_view
+from .pieces import PartialTensor, is_partial, logical_tensor, owned_pieces, pair_parts, parts_of
+from .whole import broadcast_whole, copy_whole, gather_whole
+
+Tensors = dict[str, torch.Tensor]
 
 
-def get_model_state_dict(
-    model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False
-) -> dict[str, torch.Tensor]:
+class NamedState(Protocol):
+    """An optimizer that knows its state by name: ``Muon``."""
+
+    def named_state(self) -> State: ...
+
+
+def get_model_state_dict(model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False) -> Tensors:
     """The model's tensors by canonical name, in the master dtype.
 
     By default this rank's part of them: owned masters, FSDP2 DTensors, plain parameters, persistent buffers. They are
@@ -36,79 +43,10 @@ def get_model_state_dict(
             takes them. Collective; gathered one by one.
         cpu_offload: copies in host memory; of a full state dict on rank 0 only, the other ranks get an empty dict.
     """
-    state = _live_model(model)
-    if not full_state_dict:
-        return _offloaded(state) if cpu_offload else state
-    full = gather_full({name: parts_of(tensor) for name, tensor in state.items()}, _device(model), cpu_offload)
-    return full | {alias: full[name] for alias, name in _aliases(model).items() if name in full}
-
-
-def _live_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    for name, param in sharded_parameters(model):
-        if not is_dedicated(param):
-            state[canonical_fqn(name)] = param.detach()
-    runtime = find_runtime(model)
-    if runtime is not None:
-        runtime.check_materialised("taking or setting its state")
-        state |= logical_tensors({piece: piece.master for piece in runtime.owned})
-    state |= persistent_buffers(model)
+    state = _taken(model, _live_model(model), full_state_dict=full_state_dict, cpu_offload=cpu_offload)
+    if full_state_dict:
+        state |= {alias: state[name] for alias, name in _aliases(model).items() if name in state}
     return state
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _offloaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory, under the same names; parts of a larger tensor stay parts."""
-    copies: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        whole, parts = parts_of(tensor)
-        parts = [(part.detach().to("cpu", copy=True), offset) for part, offset in parts]
-        if not isinstance(tensor, (Chunks, DTensor)):
-            copies[name] = parts[0][0]
-        else:  # without parts where this rank's shard is empty
-            copies[name] = Chunks.of(whole, parts) if parts else Chunks.absent(whole, tensor.dtype)
-    return copies
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters and buffers that have several -> the first one."""
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(param), canonical_fqn(name)) != canonical_fqn(name):
-            aliases[canonical_fqn(name)] = first[id(param)]
-    prefixes: dict[nn.Module, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if prefixes.setdefault(module, prefix) != prefix:
-            own = _own_buffers(prefixes[module], module), _own_buffers(prefix, module)
-            aliases |= {alias: name for name, alias in zip(*own, strict=True) if alias != name}
-    return aliases
-
-
-def get_model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Global shape of everything the model's state dicts hold over all ranks, by canonical name. Not collective, and
-    the same on every rank."""
-    shapes = {canonical_fqn(name): tuple(param.shape) for name, param in sharded_parameters(model)}
-    return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that ``state_dict`` would hold, by canonical name."""
-    buffers = {}
-    for prefix, module in model.named_modules():
-        buffers |= _own_buffers(prefix, module)
-    return buffers
-
-
-def _own_buffers(prefix: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        canonical_fqn(f"{prefix}.{leaf}" if prefix else leaf): buffer
-        for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if leaf not in module._non_persistent_buffers_set
-    }
 
 
 @torch.no_grad()
@@ -131,46 +69,40 @@ def set_model_state_dict(
     Raises:
         KeyError: a tensor is missing from ``state``, or unknown. ValueError: it is there in another layout or shape.
     """
+    copy = _copier(model, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0)
     aliases = _aliases(model)
-    _set(
-        _live_model(model),
-        {name: tensor for name, tensor in state.items() if name not in aliases},
-        _device(model),
-        full_state_dict,
-        broadcast_from_rank0,
-        strict,
-    )
+    copy(_live_model(model), {name: t for name, t in state.items() if name not in aliases}, strict=strict)
     publish_weights(model)
 
 
-def _set(
-    live: dict[str, torch.Tensor],
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: NamedState | torch.optim.AdamW,
+    *,
+    full_state_dict: bool = False,
+    cpu_offload: bool = False,
+) -> Tensors:
+    """The state of a ``Muon`` or ``torch.optim.AdamW``, as ``<canonical name>.<state name>``; hyperparameters stay in
+    ``param_groups``. By default this rank's part: the live tensors, created where no step has been taken yet, to be
+    loaded into in place; not collective. The options are those of :func:`get_model_state_dict`."""
+    live = _live_optimizer(model, optimizer)
+    return _taken(model, live, full_state_dict=full_state_dict, cpu_offload=cpu_offload)
+
+
+@torch.no_grad()
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: NamedState | torch.optim.AdamW,
     state: Mapping[str, torch.Tensor],
-    device: torch.device,
-    full: bool,
-    broadcast: bool,
-    strict: bool,
+    *,
+    full_state_dict: bool = False,
+    broadcast_from_rank0: bool = False,
+    strict: bool = True,
 ) -> None:
-    if broadcast and not full:
-        raise ValueError("broadcast_from_rank0 needs full_state_dict=True: ranks hold different parts otherwise")
-    if full:
-        scatter_full({name: parts_of(tensor) for name, tensor in live.items()}, state, device, broadcast, strict)
-        return
-    for name, tensor in live.items():
-        if name not in state:
-            if strict:
-                raise KeyError(f"{name} is missing from the state dict")
-        elif state[name] is not tensor:
-            _copy(name, tensor, state[name])
-
-
-def _copy(name: str, to: torch.Tensor, source: torch.Tensor) -> None:
-    """Raises ValueError when the two hold different parts of the tensor."""
-    (whole, here), (other_whole, there) = parts_of(to), parts_of(source)
-    if whole != other_whole or [(p.shape, at) for p, at in here] != [(p.shape, at) for p, at in there]:
-        raise ValueError(f"{name}: this rank holds another part of it than the state dict; load through DCP instead")
-    for (part, _), (values, _) in zip(here, there, strict=True):
-        part.copy_(values)
+    """Copy ``state`` (as from :func:`get_optimizer_state_dict`) into the optimizer. Arguments and errors are those of
+    :func:`set_model_state_dict`."""
+    copy = _copier(model, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0)
+    copy(_live_optimizer(model, optimizer), state, strict=strict)
 
 
 def publish_weights(model: nn.Module) -> None:
@@ -180,45 +112,97 @@ def publish_weights(model: nn.Module) -> None:
         runtime.refresh_and_publish()
 
 
-def get_optimizer_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, full_state_dict: bool = False, cpu_offload: bool = False
-) -> dict[str, torch.Tensor]:
-    """The state of a ``Muon`` or ``torch.optim.AdamW``, as ``<canonical name>.<state name>``; hyperparameters stay in
-    ``param_groups``. By default this rank's part: the live tensors, created where no step has been taken yet, to be
-    loaded into in place; not collective. The options are those of :func:`get_model_state_dict`."""
-    state = _live_optimizer(model, optimizer)
-    if not full_state_dict:
-        return _offloaded(state) if cpu_offload else state
-    return gather_full({name: parts_of(tensor) for name, tensor in state.items()}, _device(model), cpu_offload)
+def get_model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Global shape of everything the model's state dicts hold over all ranks, by canonical name. Not collective, and
+    the same on every rank."""
+    shapes = {canonical_fqn(name): tuple(param.shape) for name, param in sharded_parameters(model)}
+    return shapes | {name: tuple(buffer.shape) for name, buffer in _persistent_buffers(model).items()}
 
 
-@torch.no_grad()
-def set_optimizer_state_dict(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, torch.Tensor],
-    *,
-    full_state_dict: bool = False,
-    broadcast_from_rank0: bool = False,
-    strict: bool = True,
-) -> None:
-    """Copy ``state`` (as from :func:`get_optimizer_state_dict`) into the optimizer. Arguments and errors are those of
-    :func:`set_model_state_dict`."""
-    live = _live_optimizer(model, optimizer)
-    _set(live, state, _device(model), full_state_dict, broadcast_from_rank0, strict)
+# -------------------------------------------------------------------- live tensors
 
 
-def _live_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, Muon):
-        held = live_state(optimizer)
-        state = {f"{fqn}.{key}": tensor for fqn, values in held.items() for key, tensor in values.items()}
-        return {name: tensor for name, tensor in state.items() if not is_absent(tensor)}
-    state = {}
-    fused = {id(param): bool(group["fused"]) for group in optimizer.param_groups for param in group["params"]}
-    for name, param in sharded_parameters(model):
-        if id(param) not in fused:
-            continue
-        if param not in optimizer.state:
-            optimizer.state[param] = new_state(param, param.device if fused[id(param)] else "cpu")
-        state |= {f"{canonical_fqn(name)}.{key}": value for key, value in optimizer.state[param].items()}
-    return state
+def _live_model(model: nn.Module) -> Tensors:
+    named = [(canonical_fqn(name), param) for name, param in sharded_parameters(model)]
+    live = {name: param.detach() for name, param in named if not is_dedicated(param)}
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.check_materialised("taking or setting its state")
+        owned = {dp.fqn: [(piece, piece.master) for piece in owned_pieces(dp)] for dp in runtime.params}
+        live |= {fqn: logical_tensor(masters) for fqn, masters in owned.items() if masters}
+    return live | _persistent_buffers(model)
+
+
+def _live_optimizer(model: nn.Module, optimizer: NamedState | torch.optim.AdamW) -> Tensors:
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return flat_view(optimizer.named_state())
+    return flat_view(adamw_state(optimizer, {param: canonical_fqn(name) for name, param in sharded_parameters(model)}))
+
+
+def _persistent_buffers(model: nn.Module) -> Tensors:
+    """Buffers that ``state_dict`` would hold, by canonical name."""
+    buffers = {}
+    for prefix, module in model.named_modules():
+        buffers |= _own_buffers(prefix, module)
+    return buffers
+
+
+def _own_buffers(prefix: str, module: nn.Module) -> Tensors:
+    return {
+        canonical_fqn(f"{prefix}.{leaf}" if prefix else leaf): buffer for leaf, buffer in own_persistent_buffers(module)
+    }
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that have several -> the first one."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), canonical_fqn(name)) != canonical_fqn(name):
+            aliases[canonical_fqn(name)] = first[id(param)]
+    prefixes: dict[nn.Module, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if prefixes.setdefault(module, prefix) != prefix:
+            own = _own_buffers(prefixes[module], module), _own_buffers(prefix, module)
+            aliases |= {alias: name for name, alias in zip(*own, strict=True) if alias != name}
+    return aliases
+
+
+# -------------------------------------------------------------------- taking and setting
+
+
+def _taken(model: nn.Module, live: Tensors, *, full_state_dict: bool, cpu_offload: bool) -> Tensors:
+    if full_state_dict:
+        device = _device(model)
+        host = torch.device("cpu") if dist.get_rank() == 0 else None
+        return gather_whole(live, device, keep_on=host if cpu_offload else device)
+    return {name: _host_copy(tensor) for name, tensor in live.items()} if cpu_offload else live
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Parts of a larger tensor stay parts."""
+    whole, parts = parts_of(tensor)
+    copies = [(part.detach().to("cpu", copy=True), offset) for part, offset in parts]
+    return PartialTensor.of(whole, copies, tensor.dtype) if is_partial(tensor) else copies[0][0]
+
+
+def _copier(model: nn.Module, *, full_state_dict: bool, broadcast_from_rank0: bool) -> Callable[..., None]:
+    """The function ``(live, state, *, strict)`` that copies such a state."""
+    if broadcast_from_rank0 and not full_state_dict:
+        raise ValueError("broadcast_from_rank0 needs full_state_dict=True: ranks hold different parts otherwise")
+    if broadcast_from_rank0:
+        return functools.partial(broadcast_whole, device=_device(model))
+    return copy_whole if full_state_dict else _copy_parts
+
+
+def _copy_parts(live: Tensors, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    for name, tensor in live.items():
+        if name in state:
+            for part, values in pair_parts(name, tensor, state[name]):
+                part.copy_(values)
+        elif strict:
+            raise KeyError(f"{name} is missing from the state dict")
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

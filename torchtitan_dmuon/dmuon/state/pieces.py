@@ -1,9 +1,8 @@
-"""A tensor of which this rank holds parts, or none, in the form ``torch.distributed.checkpoint`` saves and loads."""
+"""Tensors of which a rank holds parts, or none, in the form ``torch.distributed.checkpoint`` (DCP) saves and loads."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,94 +10,62 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ..runtime.param import Piece
+from ..runtime.param import DedicatedParam, Piece
+
+Size = tuple[int, ...]
+Part = tuple[torch.Tensor, Size]  # a part of a larger tensor, and the offset at which it begins
 
 
-def logical_tensors(tensors: dict[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By parameter name: the tensor of a whole piece, ``Chunks`` where this rank has a part. A state needs not have the
-    shape of its piece: a dimension as long as the piece's is cut like it, any other is whole, and a scalar (a step
-    count) is one for all parts."""
-    parts: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-    for piece, tensor in tensors.items():
-        parts[piece.fqn].append((piece, tensor))
-    logical = {}
-    for fqn, found in parts.items():
-        piece, tensor = found[0]
-        if piece.is_whole or not tensor.ndim:
-            logical[fqn] = tensor
-        else:
-            whole = [
-                full if own == cut else own
-                for own, cut, full in zip(tensor.shape, piece.shape, piece.dp.shape, strict=False)
-            ]
-            whole += tensor.shape[len(whole) :]
-            logical[fqn] = Chunks.of(tuple(whole), [(part, _offset(p, part)) for p, part in found])
-    return logical
+class PartialTensor(torch.Tensor):
+    """The parts of a larger tensor that this rank holds, in the form DCP asks a tensor for. Unlike a DTensor's shard
+    they are any number and of any size. ``size()`` is that of the whole; memory is shared with the parts."""
 
-
-def _offset(piece: Piece, tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where a piece's tensor begins in that of its parameter."""
-    begin = [piece.start] + [0] * (len(piece.shape) - 1)
-    offset = [first if own == cut else 0 for own, cut, first in zip(tensor.shape, piece.shape, begin, strict=False)]
-    return tuple(offset + [0] * (tensor.ndim - len(offset)))
-
-
-class Chunks(torch.Tensor):
-    """Parts of a larger tensor, each at its offset, in the form DCP asks a tensor for (as DTensor does, but for parts
-    of any size). It has the size of the whole and shares memory with the parts."""
-
-    _whole: tuple[int, ...]
-    _parts: list[tuple[torch.Tensor, tuple[int, ...]]]
+    _whole: Size
+    _parts: list[Part]
 
     @staticmethod
-    def of(whole: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]]) -> Chunks | None:
-        """``None`` when there are no parts."""
-        if not parts:
-            return None
-        chunks = torch.Tensor._make_subclass(Chunks, parts[0][0].detach())
-        chunks._whole, chunks._parts = tuple(whole), parts
-        return chunks
+    def of(whole: Sequence[int], parts: list[Part], dtype: torch.dtype | None = None) -> PartialTensor:
+        """
+        Args:
+            whole: size of the whole tensor, (8, 768, 3072).
+            parts: [(tensor (2, 768, 3072), its offset (4, 0, 0)), ...]. Empty where other ranks hold all of it.
+            dtype: needed where there are no parts.
+        """
+        like = parts[0][0].detach() if parts else torch.empty(0, dtype=dtype)
+        partial = torch.Tensor._make_subclass(PartialTensor, like)
+        partial._whole, partial._parts = tuple(whole), parts
+        return partial
 
-    @staticmethod
-    def absent(whole: tuple[int, ...], dtype: torch.dtype) -> Chunks:
-        """A tensor of which other ranks hold all parts."""
-        chunks = torch.Tensor._make_subclass(Chunks, torch.empty(0, dtype=dtype))
-        chunks._whole, chunks._parts = tuple(whole), []
-        return chunks
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PartialTensor:
+        return PartialTensor.of(self._whole, [(change(part), offset) for part, offset in self._parts], self.dtype)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Chunks:
-        return _rebuild(self._whole, [(change(part), offset) for part, offset in self._parts], self.dtype)
-
-    def __deepcopy__(self, memo: dict) -> Chunks:
+    def __deepcopy__(self, memo: dict) -> PartialTensor:
         return self._map(lambda part: part.detach().clone())
 
-    def clone(self, *args: Any, **kwargs: Any) -> Chunks:
+    def clone(self, *args: Any, **kwargs: Any) -> PartialTensor:
         return self._map(lambda part: part.clone(*args, **kwargs))
 
-    def detach(self) -> Chunks:
+    def detach(self) -> PartialTensor:
         return self._map(torch.Tensor.detach)
 
-    def cpu(self, *args: Any, **kwargs: Any) -> Chunks:
+    def cpu(self, *args: Any, **kwargs: Any) -> PartialTensor:
         return self._map(lambda part: part.cpu(*args, **kwargs))
 
-    def to(self, *args: Any, **kwargs: Any) -> Chunks:
+    def to(self, *args: Any, **kwargs: Any) -> PartialTensor:
         return self._map(lambda part: part.to(*args, **kwargs))
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _rebuild, (self._whole, self._parts, self.dtype)
+        return PartialTensor.of, (self._whole, self._parts, self.dtype)
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{list(part.shape)} at {list(offset)}" for part, offset in self._parts)
-        return f"Chunks(of {list(self._whole)}: {parts or 'no part on this rank'})"
+        return f"PartialTensor(of {list(self._whole)}: {parts or 'no part on this rank'})"
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return torch.Size(self._whole) if dim is None else self._whole[dim]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(part.shape))
-            for part, offset in self._parts
-        ]
+        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(part.shape)) for part, offset in self._parts]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
@@ -115,22 +82,64 @@ class Chunks(torch.Tensor):
         return next(part for part, offset in self._parts if torch.Size(offset) == index.offset)
 
 
-def _rebuild(whole: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]], dtype: torch.dtype) -> Chunks:
-    return Chunks.of(whole, parts) if parts else Chunks.absent(whole, dtype)
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether the tensor stands for a whole one of which each rank holds parts."""
+    return isinstance(tensor, PartialTensor | DTensor)
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds no part of it, only its name and size."""
-    return isinstance(tensor, Chunks) and not tensor._parts
+    """Whether the tensor only tells the name and size of what other ranks hold."""
+    return isinstance(tensor, PartialTensor) and not tensor._parts
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]:
-    """(size of the whole, the live parts of it that this rank holds, each with its offset) of any tensor of these
-    state dicts. A rank whose DTensor shard is empty has no part."""
-    if isinstance(tensor, Chunks):
+def parts_of(tensor: torch.Tensor) -> tuple[Size, list[Part]]:
+    """(size of the whole, the live parts that this rank holds) of any tensor of a state dict. A rank whose DTensor
+    shard is empty holds no part."""
+    if isinstance(tensor, PartialTensor):
         return tensor._whole, tensor._parts
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         (chunk,) = tensor.__create_chunk_list__()  # knows FSDP2's strided shards under tensor parallelism
         return tuple(tensor.shape), [(local, tuple(chunk.offsets))] if local.numel() else []
     return tuple(tensor.shape), [(tensor, (0,) * tensor.ndim)]
+
+
+def slices_of(offset: Size, size: Sequence[int]) -> tuple[slice, ...]:
+    """Where a part lies in the whole: ``whole[slices_of(offset, part.shape)]``."""
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
+
+
+def pair_parts(name: str, live: torch.Tensor, saved: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part of ``live`` with its values in ``saved``, which is a whole tensor or has the same parts.
+
+    Raises:
+        ValueError: ``saved`` is no tensor, has another shape, or lacks a part.
+    """
+    if not isinstance(saved, torch.Tensor):
+        raise ValueError(f"{name} is a {type(saved).__name__} in the state dict, expected a tensor")
+    (whole, parts), (saved_whole, saved_parts) = parts_of(live), parts_of(saved)
+    if saved_whole != whole:
+        raise ValueError(f"{name} has shape {list(saved_whole)} in the state dict, here {list(whole)}")
+    if not is_partial(saved):
+        return [(part, saved[slices_of(offset, part.shape)]) for part, offset in parts]
+    found = {offset: part for part, offset in saved_parts}
+    if any(offset not in found or found[offset].shape != part.shape for part, offset in parts):
+        raise ValueError(f"{name}: this rank holds another part of it than the state dict; load through DCP instead")
+    return [(part, found[offset]) for part, offset in parts]
+
+
+def owned_pieces(dp: DedicatedParam) -> list[Piece]:
+    """The pieces of a parameter that this rank owns."""
+    return [piece for piece in dp.pieces if piece.is_owned]
+
+
+def logical_tensor(owned: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    """The tensor of one parameter from those of the pieces that this rank owns: a weight, or a state. A state is a
+    scalar (a step count), the same for all pieces, or has the first dimension of its piece: of a piece (2, 768, 3072)
+    out of 8 experts, a state (2, 768, 1) becomes a part of (8, 768, 1)."""
+    piece, tensor = owned[0]
+    if piece.is_whole or not tensor.ndim:
+        return tensor
+    whole = [piece.dp.shape[0], *tensor.shape[1:]]
+    parts = [(part, (held.start, *(0,) * (part.ndim - 1))) for held, part in owned]
+    return PartialTensor.of(whole, parts)

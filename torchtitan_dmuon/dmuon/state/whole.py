@@ -4,106 +4,109 @@ was not asked for. Everything here is collective over all ranks."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Parts = tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]  # size of the whole; (part, offset)
+from .pieces import Size, pair_parts, parts_of, slices_of
+
+Tensors = Mapping[str, torch.Tensor]
 
 
-def gather_full(held: Mapping[str, Parts], device: torch.device, cpu_offload: bool) -> dict[str, torch.Tensor]:
-    """Every tensor whole, as a copy: on ``device`` of every rank, or with ``cpu_offload`` in the host memory of rank 0
-    only, the others getting an empty dict.
+def gather_whole(live: Tensors, device: torch.device, keep_on: torch.device | None) -> dict[str, torch.Tensor]:
+    """Every tensor whole, as a copy. The first rank that holds a part broadcasts it.
 
     Args:
-        held: this rank's parts by name; a part that several ranks hold is sent by the first of them.
+        live: this rank's tensors by name.
         device: of the communication.
+        keep_on: where this rank keeps the copies; ``None``: nowhere, it only takes part and gets an empty dict.
     """
-    mine = {
-        name: (whole, [(tuple(part.shape), offset, part.dtype) for part, offset in parts])
-        for name, (whole, parts) in held.items()
-    }
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    rank = dist.get_rank()
-    receives = rank == 0 or not cpu_offload
-    full: dict[str, torch.Tensor] = {}
+    held = {name: parts_of(tensor) for name, tensor in live.items()}
+    everyone = _all_gather(
+        {n: (whole, [(at, tuple(part.shape), part.dtype) for part, at in parts]) for n, (whole, parts) in held.items()}
+    )
+    gathered: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for there in everyone for name in there):
-        senders: dict[tuple[int, ...], tuple[int, tuple[int, ...], torch.dtype]] = {}
-        for source, there in enumerate(everyone):
-            for shape, offset, dtype in there[name][1] if name in there else []:
-                senders.setdefault(offset, (source, shape, dtype))
-        if not senders:
-            continue
         whole = next(there[name][0] for there in everyone if name in there)
+        senders: dict[Size, tuple[int, Size, torch.dtype]] = {}
+        for rank, there in enumerate(everyone):
+            for offset, size, dtype in there[name][1] if name in there else ():
+                senders.setdefault(offset, (rank, size, dtype))
         own = {offset: part for part, offset in held[name][1]} if name in held else {}
-        for offset, (source, shape, dtype) in sorted(senders.items()):
-            if source == rank:
-                buffer = own[offset].detach().to(device).contiguous()
+        for offset, (sender, size, dtype) in sorted(senders.items()):
+            if sender == dist.get_rank():
+                part = own[offset].detach().to(device).contiguous()
             else:
-                buffer = torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(buffer, source)
-            if receives:
-                if name not in full:
-                    full[name] = torch.empty(whole, dtype=dtype, device="cpu" if cpu_offload else device)
-                full[name][_slices(offset, shape)].copy_(buffer)
-    return full
+                part = torch.empty(size, dtype=dtype, device=device)
+            dist.broadcast(part, sender)
+            if keep_on is not None:
+                if name not in gathered:
+                    gathered[name] = torch.empty(whole, dtype=dtype, device=keep_on)
+                gathered[name][slices_of(offset, size)].copy_(part)
+    return gathered
 
 
 @torch.no_grad()
-def scatter_full(
-    held: Mapping[str, Parts], state: Mapping[str, torch.Tensor], device: torch.device, broadcast: bool, strict: bool
-) -> None:
-    """Copy whole tensors into this rank's parts.
+def copy_whole(live: Tensors, state: Tensors, *, strict: bool) -> None:
+    """Copy into this rank's parts from whole tensors that every rank has.
 
     Args:
-        held: this rank's parts by name, live.
-        state: whole tensors by name; with ``broadcast`` only that of rank 0 is read.
-        device: of the communication.
-        strict: what is missing from ``state``, or superfluous, is an error.
+        live: this rank's tensors by name.
+        state: whole tensors by name, on any device.
+        strict: a tensor missing from ``state``, or in it without being here, is an error.
 
     Raises:
         KeyError, ValueError: on every rank, naming the first tensor that is missing, unknown or of another shape.
     """
-    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: whole for name, (whole, _) in held.items()})
-    shapes = {name: whole for there in everyone for name, whole in there.items()}
-    problem: Exception | None = _problem(shapes, state, strict) if dist.get_rank() == 0 or not broadcast else None
-    problems: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
+    _raise_first(_problem(_all_sizes(live), state, strict))
+    for name in live.keys() & state.keys():
+        for part, values in pair_parts(name, live[name], state[name]):
+            part.copy_(values)
+
+
+@torch.no_grad()
+def broadcast_whole(live: Tensors, state: Tensors, device: torch.device, *, strict: bool) -> None:
+    """As :func:`copy_whole`, from the whole tensors that rank 0 has, broadcast over ``device``."""
+    sizes, is_first = _all_sizes(live), dist.get_rank() == 0
+    _raise_first(_problem(sizes, state, strict) if is_first else None)
+    order = [[(name, tensor.dtype) for name, tensor in state.items() if name in sizes]]
+    dist.broadcast_object_list(order, src=0)
+    for name, dtype in order[0]:
+        if is_first:
+            whole = state[name].detach().to(device).contiguous()
+        else:
+            whole = torch.empty(sizes[name], dtype=dtype, device=device)
+        dist.broadcast(whole, 0)
+        for part, values in pair_parts(name, live[name], whole) if name in live else ():
+            part.copy_(values)
+
+
+def _all_gather(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _all_sizes(live: Tensors) -> dict[str, Size]:
+    """Of every tensor that some rank holds a part of."""
+    everyone = _all_gather({name: parts_of(tensor)[0] for name, tensor in live.items()})
+    return {name: whole for there in everyone for name, whole in there.items()}
+
+
+def _raise_first(problem: Exception | None) -> None:
+    """On every rank, the problem of the first rank that has one."""
+    for found in _all_gather(problem):
         if found is not None:
             raise found
-    if broadcast:
-        plan = [[(name, tensor.dtype) for name, tensor in state.items() if name in shapes]]
-        dist.broadcast_object_list(plan, src=0)
-    else:
-        plan = [[(name, tensor.dtype) for name, tensor in state.items() if name in held]]
-    for name, dtype in plan[0]:
-        if not broadcast:
-            full = state[name]
-        elif dist.get_rank() == 0:
-            full = state[name].detach().to(device).contiguous()
-        else:
-            full = torch.empty(shapes[name], dtype=dtype, device=device)
-        if broadcast:
-            dist.broadcast(full, 0)
-        for part, offset in held[name][1] if name in held else []:
-            part.copy_(full[_slices(offset, part.shape)])
 
 
-def _problem(
-    shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], strict: bool
-) -> Exception | None:
-    for name, shape in shapes.items():
+def _problem(sizes: Mapping[str, Size], state: Tensors, strict: bool) -> Exception | None:
+    for name, size in sizes.items():
         if name not in state:
             if strict:
                 return KeyError(f"{name} is missing from the state dict")
-        elif tuple(state[name].shape) != tuple(shape):
-            return ValueError(f"{name} has shape {list(state[name].shape)} in the state dict, here {list(shape)}")
-    extra = sorted(state.keys() - shapes.keys())
+        elif tuple(state[name].shape) != size:
+            return ValueError(f"{name} has shape {list(state[name].shape)} in the state dict, here {list(size)}")
+    extra = sorted(state.keys() - sizes.keys())
     return KeyError(f"{extra[0]} is in the state dict but not here") if strict and extra else None
-
-
-def _slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))

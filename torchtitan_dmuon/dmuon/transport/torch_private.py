@@ -229,3 +229,9 @@ def drop_fsdp_gradients(modules: Iterable[FSDPModule]) -> None:
                 param.unsharded_accumulated_grad = None
                 if "_unsharded_param" in vars(param):  # made by the first forward
                     vars(param)["_unsharded_param"].grad = None
+
+
+def own_persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(name, buffer) of the module's own buffers that its ``state_dict`` holds."""
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return [(name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set]

@@ -1,0 +1,60 @@
+"""The products that Newton-Schulz needs, on PyTorch: what every other kernel replaces."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Kernel:
+    """Products of stacks of matrices in one dtype whose results are known to be symmetric. This one multiplies by
+    PyTorch's batched products (cuBLAS on CUDA), which compute such a product in full.
+
+    Attributes:
+        symmetric: the kernel computes half of each product and mirrors it.
+    """
+
+    name = "cublas"
+    symmetric = False
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why the kernel cannot run on ``device``; None where it can."""
+        return None
+
+    def gram(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """X X^T of a wide (or square) [B, m, n], X^T X of a tall one, into ``out`` [B, s, s] with s = min(m, n)."""
+        left = x.mT if x.shape[1] > x.shape[2] else x
+        return self.multiply(left, left.mT, None, out)
+
+    def product(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        *,
+        alpha: float,
+        beta: float,
+        out: torch.Tensor,
+        diagonal: float = 0.0,
+    ) -> torch.Tensor:
+        """``beta * d + alpha * a @ b + diagonal * I`` into ``out``, all [B, s, s] and symmetric, ``a`` and ``b``
+        commuting. ``out`` must not overlap the others."""
+        return self.multiply(a, b, d, out, alpha, beta, diagonal)
+
+    def multiply(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor | None,
+        out: torch.Tensor,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        diagonal: float = 0.0,
+    ) -> torch.Tensor:
+        """As :meth:`product`, for ``a`` [B, s, k] and ``b`` [B, k, s]; without ``d`` nothing is added."""
+        if d is None:
+            torch.bmm(a, b, out=out)
+        else:
+            torch.baddbmm(d, a, b, beta=beta, alpha=alpha, out=out)
+        if diagonal != 0.0:
+            out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        return out

@@ -1,0 +1,128 @@
+"""``NamedState``: the half of ``Muon`` that gives and takes its state by parameter name, for checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..kernels.newton_schulz import NewtonSchulz
+from ..ownership.spec import ParamSpec
+from ..runtime.param import DedicatedParam, Piece
+from ..state.optimizer import HEAVY_BALL, Layout, State, adamw_state, dedicated_state, pair_state
+from .adamw import PlainAdamW
+from .groups import saved_hyperparameters
+from .normuon import NorMuon
+from .stack import UpdateRule
+
+logger = logging.getLogger(__name__)
+
+
+class NamedState(torch.optim.Optimizer):
+    """
+    Attributes:
+        dedicated: every dedicated parameter.
+        names: every parameter of the groups -> its canonical name.
+        state: of PyTorch: parameter -> name -> tensor; of a dedicated parameter only what this rank owns.
+    """
+
+    dedicated: list[DedicatedParam]
+    names: dict[torch.Tensor, str]
+    newton_schulz: NewtonSchulz
+    rule: UpdateRule
+    normuon: NorMuon | None
+    _plain_adamw: PlainAdamW
+
+    def create_state(self, piece: Piece) -> None:
+        """Zeros for a piece that this rank owns."""
+        for name, (shape, dtype) in self._layout(piece.spec, piece.shape).items():
+            zeros = torch.zeros(shape, dtype=dtype, device=piece.master.device)
+            self.state[piece.param].setdefault(_key(piece, name), zeros)
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """The state of one owned piece, by its plain names."""
+        return {name: self.state[piece.param][_key(piece, name)] for name in self._layout(piece.spec, piece.shape)}
+
+    def _layout(self, spec: ParamSpec, shape: tuple[int, ...]) -> Layout:
+        """Of a dedicated parameter, or a piece of it, of this shape."""
+        if spec.route != "muon":
+            moment = (shape, spec.optim_dtype)
+            return {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        layout: Layout = {"momentum_buffer": (shape, spec.optim_dtype)}
+        return layout if self.normuon is None else layout | self.normuon.state_layout(spec, shape)
+
+    def named_state(self) -> State:
+        """All state by parameter name, live: see ``state/optimizer.py``. Not collective."""
+        layouts = {dp: self._layout(dp.spec, dp.shape) for dp in self.dedicated}
+        state = dedicated_state(layouts, self.state_of)
+        for _, adamw in self._plain_adamw.optimizers:
+            state |= adamw_state(adamw, self.names)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, hyperparameters by group, and how the momentum was made: see
+        ``state/optimizer.py``. The same keys on every rank; tensors are live. For DCP:
+        ``dcp.save({"optimizer": optimizer.state_dict()})``, and to load, ``dcp.load`` into the same and then
+        :meth:`load_state_dict`. Not collective."""
+        groups = [{**group, "params": [self.names[p] for p in group["params"]]} for group in self.param_groups]
+        state = {fqn: values for fqn, values in self.named_state().items() if values}
+        return {"state": state, "param_groups": groups, "muon": muon_recipe(self)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over state and, where the dict has ``param_groups``, hyperparameters. Not collective.
+
+        Args:
+            state_dict: of :meth:`state_dict`, on the same mesh or loaded by DCP, or with whole tensors, as of one
+                process or from :func:`state_dict_from_torch`; every rank passes it.
+
+        Raises:
+            ValueError: other groups, parameters or shapes, or momentum of another form; nothing has changed then.
+        """
+        if "state" not in state_dict:
+            raise ValueError(f"this is no state dict of Muon: it has no 'state', only {sorted(state_dict)}")
+        check_muon_recipe(state_dict.get("muon", {}), self)
+        updates = []
+        if "param_groups" in state_dict:
+            updates = saved_hyperparameters(self.param_groups, self.names, state_dict["param_groups"])
+        for part, values in pair_state(self.named_state(), state_dict):
+            part.copy_(values)
+        for group, values in updates:
+            group.update(values)
+
+
+def _key(piece: Piece, name: str) -> str:
+    """Of a piece's state in ``optimizer.state[param]``. Pieces are told apart by their range, ``exp_avg[4:8]``. They
+    share one step count, so that whoever loads it loads all."""
+    shared = name == "step" or piece.is_whole
+    return name if shared else f"{name}[{piece.start}:{piece.stop}]"
+
+
+def muon_recipe(optimizer: NamedState) -> dict[str, Any]:
+    """How ``optimizer``, a :class:`Muon`, makes its state: plain data that its state dicts hold."""
+    return {
+        "momentum_form": HEAVY_BALL,
+        "coefficients": [list(abc) for abc in optimizer.newton_schulz.coefficients],
+        "scale": optimizer.rule.scale,
+        "normuon_beta2": None if optimizer.normuon is None else optimizer.normuon.beta2,
+        "cautious_weight_decay": optimizer.rule.cautious_weight_decay,
+    }
+
+
+def check_muon_recipe(saved: Mapping[str, Any], optimizer: NamedState, saved_in: str = "the state dict") -> None:
+    """Compare a saved recipe with that of ``optimizer``, a :class:`Muon`. ``saved_in`` names its place in messages.
+
+    Raises:
+        ValueError: the momentum has another form. A difference that only changes the next updates is a warning.
+    """
+    form = saved.get("momentum_form", HEAVY_BALL)
+    if form != HEAVY_BALL:
+        raise ValueError(
+            f"{saved_in} holds {form!r} momentum, this optimizer keeps {HEAVY_BALL!r} (M = mu M + G): convert it with "
+            "dmuon.convert_ema_momentum"
+        )
+    for key, here in muon_recipe(optimizer).items():
+        if key in saved and saved[key] != here:
+            logger.warning("%s was made with %s %s, this optimizer has %s", saved_in, key, saved[key], here)
