@@ -117,9 +117,6 @@ def dedicate_params(
     return assignment
 
 
-# -------------------------------------------------------------------- check
-
-
 def _check(model: nn.Module, mode: str, prefetch: int, process_group_policy: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
@@ -138,9 +135,6 @@ def _check(model: nn.Module, mode: str, prefetch: int, process_group_policy: str
     for name, param in model.named_parameters():
         if torch_private.is_dedicated(param):
             raise RuntimeError(f"dedicate_params was already called on another module that holds {name}; call it once")
-
-
-# -------------------------------------------------------------------- build and take over
 
 
 def _build_param(fqn: str, decided: Decisions, runs: list[Run], assignment: Assignment, grid: Grid) -> DedicatedParam:

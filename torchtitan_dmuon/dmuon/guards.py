@@ -14,7 +14,7 @@ from .transport import torch_private
 def guard(model: nn.Module, runtime: Runtime) -> None:
     """``.to()`` and its kin, ``state_dict`` and ``copy.deepcopy`` raise. ``model.zero_grad()``, for loops that do not
     call the optimizer's, also drops the owners' gradients."""
-    torch_private.guard_apply(model, lambda: runtime.may_move)
+    torch_private.guard_apply(model)
     model.register_state_dict_pre_hook(_refuse_state_dict)
     for module in model.modules():
         if any(map(torch_private.is_dedicated, module.parameters())):

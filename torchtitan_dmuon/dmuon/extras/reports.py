@@ -61,16 +61,7 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
         tail = 2 if limit > 2 else 0
         shown = [*rows[: limit - tail], *rows[len(rows) - tail :]]
     cells = [("parameter", "shape", "route", "owner", "why")]
-    cells += [
-        (
-            row.name,
-            "x".join(map(str, row.shape)),
-            row.route,
-            _told(row.owners),
-            row.reason,
-        )
-        for row in shown
-    ]
+    cells += [(row.name, "x".join(map(str, row.shape)), row.route, _told(row.owners), row.reason) for row in shown]
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
     if len(shown) < len(rows):
@@ -151,7 +142,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     }
     for unit in runtime.units:
         for lane, payload, sent in _transfers(unit.pack):
-            times = schedule.unshards_per_step(unit) if lane == "unshard" else 1
+            times = 1 if lane != "unshard" or schedule.keep_unsharded or schedule.stays(unit) else 2
             plan[lane]["collectives"] += times
             plan[lane]["payload_bytes"] += times * payload
             plan[lane]["sent_bytes_per_rank"] += times * sent

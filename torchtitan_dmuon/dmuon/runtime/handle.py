@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +27,6 @@ class Runtime:
         specs: as they were dedicated; an optimizer may force other routes later.
         skipped: canonical name -> why the parameter was not dedicated.
         replicate_async: new weights travel to replicas and columns while the next step begins.
-        may_move: ``.to()`` and its kin are allowed for now.
         materialised: weights exist; the same on every rank, also on one that owns nothing.
     """
 
@@ -54,7 +51,6 @@ class Runtime:
         self.params = sorted((dp for unit in units for dp in unit.params), key=lambda dp: order[dp.fqn])
         self.specs = {dp.param: dp.spec for dp in self.params}
         self.replicate_async = replicate_async
-        self.may_move = False
         self.materialised = False
 
     def __reduce__(self) -> NoReturn:
@@ -83,8 +79,8 @@ class Runtime:
 
     def wait_gradients(self) -> None:
         """Reductions launched by backward are finished; owners hold the averaged gradients."""
-        self._check_frozen()
-        self.schedule.wait_gradients()
+        self.collect_gradients()
+        self.lanes.join("reduce")
 
     def _check_frozen(self) -> None:
         for dp in self.params:
@@ -127,15 +123,6 @@ class Runtime:
 
     def zero_grad(self) -> None:
         self.schedule.drop_gradients()
-
-    @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """Allows ``.to()`` and its kin, for code that leaves dedicated parameters alone."""
-        self.may_move = True
-        try:
-            yield
-        finally:
-            self.may_move = False
 
 
 def refuse_copy(name: str, *_: Any) -> NoReturn:

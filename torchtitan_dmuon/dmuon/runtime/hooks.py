@@ -25,21 +25,13 @@ def _caster(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]
 
 def register_hooks(model: nn.Module, schedule: UnitSchedule) -> None:
     """Install every hook. They live as long as the model, which has to keep the schedule alive."""
-    model.register_forward_pre_hook(_root_pre_forward(schedule))
+    model.register_forward_pre_hook(torch.compiler.disable(lambda *_: schedule.root_pre_forward()))
     for unit in schedule.units:
         unit.module.register_forward_pre_hook(_pre_forward(schedule, unit), with_kwargs=True)
         unit.module.register_forward_hook(_post_forward(schedule, unit), always_call=True)
         for dp in unit.trainable:
             dp.param.register_post_accumulate_grad_hook(_post_accumulate_grad(schedule, unit, dp))
     model.register_forward_hook(_root_post_forward(schedule))  # last: the root's own unit has been left by then
-
-
-def _root_pre_forward(schedule: UnitSchedule) -> Callable:
-    @torch.compiler.disable
-    def hook(module: nn.Module, args: tuple) -> None:
-        schedule.root_pre_forward()
-
-    return hook
 
 
 def _root_post_forward(schedule: UnitSchedule) -> Callable:

@@ -98,7 +98,7 @@ class UnitSchedule:
         self._begin_round(Phase.FORWARD)
 
     def settle(self) -> None:
-        """End a pass that raised, with the collectives by which ranks have ended it on which it did not raise."""
+        """End a pass that raised, with the collectives with which it ended on ranks on which it did not raise."""
         if self.phase is Phase.FORWARD:
             self.root_post_forward(backward_follows=False)
         elif self.phase is Phase.BACKWARD:
@@ -140,15 +140,12 @@ class UnitSchedule:
         self.forward_pass = None
         for unit in self.units:
             unit.active_calls = 0
-            if not backward_follows or not self._stays(unit):
+            if not backward_follows or not self.stays(unit):
                 self._release(unit)
 
-    def _stays(self, unit: Unit) -> bool:
+    def stays(self, unit: Unit) -> bool:
+        """Whether forward leaves the unit's weights for backward also under Z3."""
         return unit.pinned or unit is self.cyclic[-1]
-
-    def unshards_per_step(self, unit: Unit) -> int:
-        """How often a step (one forward, one backward, one optimizer step) fetches the weights of ``unit``."""
-        return 1 if self.keep_unsharded or self._stays(unit) else 2
 
     # ---------------------------------------------------------------- which unit is unsharded next
 
@@ -208,8 +205,7 @@ class UnitSchedule:
     def root_pre_backward(self, forward: ForwardPass | None = None) -> None:
         """A hook of a backward pass fires, the first one or a later one. Hooks on outputs name the forward pass that
         they belong to."""
-        # Hooks on outputs fire in the outermost backward pass, those of parameters also in one inside a reentrant
-        # checkpoint: only the former tell which pass is running.
+        # Hooks of parameters fire also in a backward pass inside a reentrant checkpoint, those on outputs do not.
         running = None if forward is None else backward_id()
         if self.phase is Phase.BACKWARD and None not in (running, self._backward_id) and running != self._backward_id:
             self.settle()  # the one before raised
@@ -224,7 +220,6 @@ class UnitSchedule:
         if self.phase is Phase.FORWARD:  # a backward inside the root's forward, or a forward without the root
             self.root_post_forward(backward_follows=True)
         queue_end_of_backward(self.root_post_backward)
-        # Where several forwards wait for their backward, the end of this one tells which of them it went through.
         coming = [forward for forward in self._passes if not forward.spent]
         self._in_order = len(coming) == 1 and coming[0].in_order
         self._place = len(self.cyclic)
@@ -313,11 +308,6 @@ class UnitSchedule:
                 held = [unit for unit in self.reduce_order if unit.held is not None]
                 for unit, pending in [(unit, unit.launch_replicate_stage()) for unit in held]:
                     unit.finish_replicate_stage(pending)
-
-    def wait_gradients(self) -> None:
-        """As :meth:`collect_gradients`; the current stream waits for all of them."""
-        self.collect_gradients()
-        self.lanes.join("reduce")
 
     def invalidate_weights(self) -> None:
         """The masters are about to change, or have changed: nothing unsharded may be read again."""

@@ -177,7 +177,7 @@ class Unit:
             self.weights = Weights.SHOWN
 
     def hide(self) -> None:
-        """Let the parameters show placeholders; the packed buffer stays as it is."""
+        """Let the parameters show placeholders; the packed buffer stays."""
         if self.weights is Weights.ABSENT:
             return
         self._unsharding.wait()

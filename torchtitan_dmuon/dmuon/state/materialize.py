@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -33,8 +32,7 @@ def materialize(model: nn.Module, init_fn: InitFn, device: torch.device | None =
     runtime = find_runtime(model)
     device = runtime.grid.device if device is None else torch.device(device)
     tied = _tied_parameters(model)
-    with contextlib.nullcontext() if runtime is None else runtime.moving():
-        torch_private.apply_to_undedicated(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    torch_private.apply_to_undedicated(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     for (first, key), *others in tied:  # a plain parameter on meta was replaced once in each place it is used
         for module, other_key in others:
             setattr(module, other_key, first.get_parameter(key))

@@ -79,11 +79,8 @@ class Lane:
         self._uneven = backend_name(group, device) == "nccl"
 
     def broadcast(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
-        """Collective. Rank r sends every segment ``(tensor, r)``; the tensor is filled on all other ranks.
-
-        Args:
-            segments: the same ranks and sizes in the same order on every rank.
-            own: buffers with the values of this rank's segments, in their order. Default: the segments hold them.
+        """Collective. Rank r sends every segment ``(tensor, r)``; the tensor is filled on all other ranks. All ranks
+        pass the same ranks and sizes in the same order. This rank's values are in ``own``, by default in its segments.
         """
         segments, mine, own = self._with_own(segments, own)
         if self.size > 1 and self._uneven:
@@ -101,13 +98,8 @@ class Lane:
         return Pending([dist.broadcast(t, group=self.group, group_src=rank, async_op=True) for t, rank in sent])
 
     def reduce(self, segments: Iterable[Segment], own: Sequence[torch.Tensor] | None = None) -> Pending:
-        """Collective. Rank r receives the sum over the ranks of every segment ``(tensor, r)``. All other tensors are
-        undefined afterwards.
-
-        Args:
-            segments: as in :meth:`broadcast`.
-            own: buffers that receive this rank's sums. Default: the segments themselves.
-        """
+        """Collective. Rank r receives the sum over the ranks of every segment ``(tensor, r)``, in ``own`` or by default
+        in the segment. All other tensors are undefined afterwards. Ranks and order as in :meth:`broadcast`."""
         segments, mine, own = self._with_own(segments, own)
         used = [*own, *(tensor for tensor, _ in segments)]
         if self.size > 1 and self._uneven:

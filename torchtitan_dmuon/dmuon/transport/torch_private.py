@@ -106,17 +106,15 @@ def set_group_timeout(group: dist.ProcessGroup, device: torch.device, timeout: t
     group._get_backend(device)._set_default_timeout(timeout)
 
 
-def guard_apply(model: nn.Module, allowed: Callable[[], bool]) -> None:
-    """Make ``.to()``, ``.cuda()``, ``.half()``, ``to_empty()`` on any part of ``model`` raise unless ``allowed()``.
-
-    They all go through ``nn.Module._apply``, which would replace placeholders by full-size tensors of NaN.
-    """
+def guard_apply(model: nn.Module) -> None:
+    """Make ``.to()``, ``.cuda()``, ``.half()`` and ``to_empty()`` raise on modules that hold dedicated parameters. They
+    all go through ``nn.Module._apply``, which would replace placeholders by full-size tensors of NaN."""
     for module in model.modules():
-        vars(module)["_apply"] = functools.partial(_guarded_apply, module, allowed)
+        vars(module)["_apply"] = functools.partial(_guarded_apply, module)
 
 
-def _guarded_apply(module: nn.Module, allowed: Callable[[], bool], fn: Callable, recurse: bool = True) -> nn.Module:
-    if not allowed() and any(is_dedicated(param) for param in module.parameters()):
+def _guarded_apply(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+    if any(is_dedicated(param) for param in module.parameters()):
         raise RuntimeError(
             f"{type(module).__name__} holds parameters dedicated to owner ranks: .to(), .cuda(), .half() and "
             "to_empty() cannot move them. Choose device and dtype before dedicate_params (param_policy for dtypes), "
@@ -126,8 +124,8 @@ def _guarded_apply(module: nn.Module, allowed: Callable[[], bool], fn: Callable,
 
 
 def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """``model._apply(fn)`` with the dedicated parameters taken out meanwhile (``guard_apply`` must allow it): it would
-    swap a DTensor for a new object, without our hooks, even where ``fn`` returns its argument."""
+    """``model._apply(fn)`` with the dedicated parameters taken out meanwhile: ``_apply`` would swap a DTensor for a new
+    object, without our hooks, even where ``fn`` returns its argument."""
     held = [
         (module, key, param)
         for module in model.modules()
