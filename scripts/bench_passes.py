@@ -132,12 +132,12 @@ def error_of(stack: Stack, passes: Passes) -> float:
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def bench(name: str, device: torch.device) -> list[list[object]]:
+def bench(name: str, device: torch.device, chosen: list[str]) -> list[list[object]]:
     shapes, layers = MODELS[name]
     rows = []
     for (m, n), count in shapes:
         count = min(count * layers, max(1, LARGEST_STACK // (m * n)))
-        for variant, make in VARIANTS.items():
+        for variant, make in ((variant, VARIANTS[variant]) for variant in chosen):
             torch._dynamo.reset()
             stack = Stack(count, m, n, device)
             try:
@@ -160,6 +160,7 @@ def bench(name: str, device: torch.device) -> list[list[object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="1B,3B", help=f"of {tuple(MODELS)}, comma-separated")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="which, comma-separated")
     parser.add_argument("--cpu", action="store_true", help="on the CPU: does the script run")
     parser.add_argument("--out", help="folder for a JSON file")
     arguments = parser.parse_args()
@@ -167,7 +168,7 @@ def main() -> None:
     header = ("stack", "variant", "input ms", "GB/s", "weights ms", "GB/s", "first s", "extra MiB", "error")
     print(describe(device))
     for name in arguments.models.split(","):
-        rows = bench(name, device)
+        rows = bench(name, device, arguments.variants.split(","))
         print(f"\n{name}\n{table(rows, header)}")
         write_json(arguments.out, f"passes_{name}", [dict(zip(header, row, strict=True)) for row in rows])
 
