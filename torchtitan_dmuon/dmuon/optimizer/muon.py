@@ -110,7 +110,7 @@ class Muon(NamedState):
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
         }
-        dedicated = self.runtime.params
+        self.dedicated = dedicated = self.runtime.params
         groups = lower_param_groups(param_groups, trainable, dedicated, self.runtime.specs, defaults)
         if self.normuon is not None:  # on every rank, not on the owner alone
             self.normuon.check(dedicated)

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.newton_schulz import NewtonSchulz
 from ..ownership.policy import ParamSpec
-from ..runtime.handle import Runtime
-from ..runtime.param import Piece
+from ..runtime.param import DedicatedParam, Piece
 from ..state.optimizer import HEAVY_BALL, State, adamw_state
 from ..state.pieces import PartialTensor, logical_tensor, owned_pieces, pair_parts, parts_of
 from .adamw import PlainAdamW
@@ -28,12 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class NamedState(torch.optim.Optimizer):
-    """``names`` has the canonical name of every parameter of the groups. ``state`` (PyTorch's) has, of a dedicated
+    """``names`` has the canonical name of every parameter of the groups. ``state`` (PyTorch's) has, of a ``dedicated``
     parameter, what this rank owns."""
 
-    runtime: Runtime
+    dedicated: list[DedicatedParam]
     names: dict[torch.Tensor, str]
-    newton_schulz: NewtonSchulz
     rule: UpdateRule
     normuon: NorMuon | None
     _plain_adamw: PlainAdamW
@@ -58,8 +55,8 @@ class NamedState(torch.optim.Optimizer):
     def named_state(self) -> State:
         """All state by parameter name, whoever owns it, with live tensors: see ``state/optimizer.py``. Nothing of a
         frozen parameter. Not collective."""
-        state: State = {dp.fqn: {} for dp in self.runtime.params}
-        for dp in (dp for dp in self.runtime.params if dp.spec.trainable):
+        state: State = {dp.fqn: {} for dp in self.dedicated}
+        for dp in (dp for dp in self.dedicated if dp.spec.trainable):
             for name, (shape, dtype) in self._layout(dp.spec, dp.shape).items():
                 state[dp.fqn][name] = PartialTensor.of(shape, [], dtype)
             owned = [(piece, self.state_of(piece)) for piece in owned_pieces(dp)]
@@ -126,7 +123,7 @@ def muon_recipe(optimizer: NamedState) -> dict[str, Any]:
     """How ``optimizer``, a :class:`Muon`, makes its state: plain data."""
     return {
         "momentum_form": HEAVY_BALL,
-        "coefficients": [list(abc) for abc in optimizer.newton_schulz.coefficients],
+        "coefficients": [list(abc) for abc in optimizer.rule.newton_schulz.coefficients],
         "scale": optimizer.rule.scale,
         "normuon_beta2": None if optimizer.normuon is None else optimizer.normuon.beta2,
         "cautious_weight_decay": optimizer.rule.cautious_weight_decay,

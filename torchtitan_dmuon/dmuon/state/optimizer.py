@@ -71,25 +71,22 @@ def state_dict_from_torch(
     state: State = {}
     fresh: list[str] = []
     for optimizer, saved, names in (("muon", muon, muon_names), ("adamw", adamw, adamw_names)):
-        name_of = _names_by_index(optimizer, saved["param_groups"], names)
-        for group in saved["param_groups"]:
+        groups = saved["param_groups"]
+        if names is None:
+            names = [name for group in groups for name in group.get("param_names", ())]
+        indices, names = [index for group in groups for index in group["params"]], list(names)
+        if not names and indices:
+            raise ValueError(
+                f"the {optimizer} state has no parameter names: pass {optimizer}_names, or build the optimizer from "
+                "named_parameters()"
+            )
+        if len(names) != len(indices):
+            raise ValueError(f"{len(names)} {optimizer}_names for {len(indices)} parameters")
+        name_of = dict(zip(indices, names, strict=True))
+        for group in groups:
             held = {name_of[i]: dict(saved["state"][i]) for i in group["params"] if i in saved["state"]}
             if optimizer == "muon":
                 held = convert_ema_momentum({"state": held}, group["momentum"])["state"]
             state |= held
             fresh += [name_of[i] for i in group["params"] if i not in saved["state"]]
     return {"state": state, "muon": {"momentum_form": HEAVY_BALL}, "fresh": fresh}
-
-
-def _names_by_index(optimizer: str, groups: list[Mapping[str, Any]], names: Iterable[str] | None) -> dict[int, str]:
-    """The names of parameters by the index that PyTorch's state dict has for them."""
-    indices = [index for group in groups for index in group["params"]]
-    if names is None and any("param_names" not in group for group in groups):
-        raise ValueError(
-            f"the {optimizer} state has no parameter names: pass {optimizer}_names, or build the optimizer from "
-            "named_parameters()"
-        )
-    names = [name for group in groups for name in group["param_names"]] if names is None else list(names)
-    if len(names) != len(indices):
-        raise ValueError(f"{len(names)} {optimizer}_names for {len(indices)} parameters")
-    return dict(zip(indices, names, strict=True))
