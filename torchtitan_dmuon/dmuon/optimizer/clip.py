@@ -98,6 +98,16 @@ def _clip(
     return norms
 
 
+def _arrived(optimizer: Muon) -> list[Piece]:
+    """The pieces this rank owns that have a gradient, which has arrived."""
+    optimizer.runtime.wait_gradients()
+    return [piece for piece in optimizer.runtime.owned if piece.grad is not None]
+
+
+def _parts(pieces: Iterable[Piece]) -> list[Part]:
+    return [(piece.grad, piece.copies) for piece in pieces]
+
+
 @torch.no_grad()
 def clip_gradients_(
     gradients: Iterable[torch.Tensor | None],
@@ -140,16 +150,6 @@ def register_muon_grad_clip_strategy(name: str, strategy: Strategy) -> None:
     nothing, so that it may communicate over ``lanes``. Raises ValueError where another strategy has the name."""
     if name == _GLOBAL_NORM or _STRATEGIES.setdefault(name, strategy) is not strategy:
         raise ValueError(f"a clip strategy called {name!r} is registered already")
-
-
-def _arrived(optimizer: Muon) -> list[Piece]:
-    """The pieces this rank owns that have a gradient, which has arrived."""
-    optimizer.runtime.wait_gradients()
-    return [piece for piece in optimizer.runtime.owned if piece.grad is not None]
-
-
-def _parts(pieces: Iterable[Piece]) -> list[Part]:
-    return [(piece.grad, piece.copies) for piece in pieces]
 
 
 @torch.no_grad()
