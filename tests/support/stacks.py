@@ -70,24 +70,23 @@ def pieces(layout, dtypes, device, count=3, scale=1):
     return made
 
 
-def stack_of(made, layout):
+def stack_of(made, layout, group=GROUP, normuon_beta2=None, **rule):
     _, blocks, which = LAYOUTS[layout]
     views = []
     for piece in made:
         block = None if blocks is None else piece.spec.blocks.blocks[which]
         state = {"momentum_buffer": piece.momentum, "second_moment": piece.second_moment}
         views.append(MatrixView(piece, block, state))
-    return MatrixStack(views)
+    adjust = None if normuon_beta2 is None else NorMuon(normuon_beta2)
+    rule = {"scale": "unit", "cautious_weight_decay": False, "adjust": adjust} | rule
+    return MatrixStack(views, group, UpdateRule(NewtonSchulz("direct", kernel="cublas"), **rule))
 
 
 def update(made, layout, found_inf=None, group=GROUP, fused=None, monkeypatch=None, **rule):
     """One update, by the kernels of the module ``fused`` or, without it, by PyTorch's operations."""
-    normuon_beta2 = rule.pop("normuon_beta2", None)
-    adjust = None if normuon_beta2 is None else NorMuon(normuon_beta2)
     monkeypatch.setattr(matrices, "triton_passes", lambda device: fused)
-    stack = stack_of(made, layout)
-    rule = UpdateRule(**{"scale": "unit", "adjust": adjust, "cautious_weight_decay": False} | rule)
-    stack.update(group, rule, NewtonSchulz("direct", kernel="cublas"), found_inf)
+    stack = stack_of(made, layout, group, **rule)
+    stack.update(found_inf)
     return stack
 
 

@@ -1,7 +1,10 @@
 """The optimizer over ownership, against one process on the concatenated batch."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import dmuon
 from tests.support.harness import EVERY_ROUTE, assert_same, build, full_weights, train, weights_of
@@ -86,7 +89,7 @@ def test_the_step_begins_with_what_arrives_first(rank, world):
     """Backward reduces the last layer first: so do the parts of a stack; the largest stack comes first."""
     _, optimizer = build(world)
     sizes = []
-    for _, stack in optimizer._stacks:
+    for stack in optimizer._stacks:
         layers = [int(view.piece.fqn.split(".")[1]) for view in stack.views]
         assert layers == sorted(layers, reverse=True)
         sizes.append(sum(view.piece.numel for view in stack.views))
@@ -116,3 +119,24 @@ def test_nothing_moves_whatever_the_flag_is_but_zero(rank, world, routes):
     reference = OracleMuon(oracle, is_proj)
     train_one_process(oracle, reference, 2, world)
     assert_same(full_weights(model), weights_of(oracle))
+
+
+@distributed(world=2)
+def test_every_update_is_a_range_of_the_profiler(rank, world):
+    """Newton-Schulz by shape and number of matrices, AdamW by parameter or group."""
+    model, optimizer = build(world, **EVERY_ROUTE)
+    tokens, labels = batch(0, rank)
+    loss_of(model(tokens), labels).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        optimizer.step()
+    names = {event.key for event in profiled.key_averages()}
+    pieces = [piece for piece in dmuon.get_owned_params(model) if piece.numel]
+    shapes = Counter("{}x{}".format(*piece.shape) for piece in pieces if piece.spec.route == "muon")
+    expected = {f"dmuon/newton_schulz {shape} x{count}" for shape, count in shapes.items()}
+    expected |= {f"dmuon/adamw {piece.fqn}" for piece in pieces if piece.spec.route != "muon"}
+    assert {name for name in names if name.startswith(("dmuon/newton_schulz", "dmuon/adamw"))} == expected
+    model, optimizer = build(world)
+    loss_of(model(tokens), labels).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        optimizer.step()
+    assert "dmuon/adamw adamw" in {event.key for event in profiled.key_averages()}

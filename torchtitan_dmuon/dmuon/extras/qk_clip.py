@@ -26,13 +26,8 @@ from ..runtime.handle import Runtime
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The rows of one weight that belong to the heads of a layer.
-
-    Attributes:
-        fqn: canonical name of the weight, which must be dedicated to an owner.
-        heads: group h of the block is head h's output neurons.
-        exponent: the weight of head h is scaled by gamma_h to this power.
-    """
+    """The rows of the weight ``fqn`` that belong to the heads of a layer: group h of the block ``heads`` is head h's
+    output neurons, which are scaled by gamma_h to the power ``exponent``. The weight must have an owner."""
 
     fqn: str
     heads: Block
@@ -41,13 +36,9 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class QKClipLayer:
-    """One attention layer.
-
-    Attributes:
-        max_logits: float32 [heads], or [heads / T] on each of T tensor-parallel columns: the largest logit of each
-            head since the last step, at least zero, raised in place by the model. Read and set to zero by the step.
-        weights: what is scaled.
-    """
+    """One attention layer. ``max_logits``, float32 [heads], or [heads / T] on each of T tensor-parallel columns, is the
+    largest logit of each head since the last step, at least zero: the model raises it in place, the step reads it and
+    sets it to zero. ``weights`` are scaled."""
 
     max_logits: torch.Tensor
     weights: tuple[HeadWeights, ...]
@@ -80,12 +71,8 @@ def latent_attention_heads(
 
 
 class QKClip:
-    """Clips the layers it is given; ``dmuon.Muon(qk_clip=...)`` applies it on the owners before they publish.
-
-    Args:
-        layers: the same on every rank, in the same order.
-        threshold: tau, the largest logit that is left alone.
-    """
+    """Clips ``layers``, the same on every rank, in the same order. ``threshold`` is tau, the largest logit that is left
+    alone. ``dmuon.Muon(qk_clip=...)`` applies it on the owners before they publish."""
 
     def __init__(self, layers: Sequence[QKClipLayer], threshold: float = 100.0) -> None:
         if not threshold > 0:
@@ -102,27 +89,20 @@ class QKClip:
             if not layer.weights:
                 raise ValueError("QK-clip: a layer without weights scales nothing")
             for weights in layer.weights:
-                if weights.fqn not in known:
-                    raise ValueError(
-                        f"QK-clip: {weights.fqn!r} is no dedicated parameter{nearest(weights.fqn, known)}; it needs an "
-                        "owner, who scales it"
-                    )
-                dp = known[weights.fqn]
+                fqn, groups = weights.fqn, weights.heads.groups
+                if fqn not in known:
+                    told = f"{fqn!r} is no dedicated parameter{nearest(fqn, known)}"
+                    raise ValueError(f"QK-clip: {told}; it needs an owner, who scales it")
+                dp, maxima = known[fqn], layer.max_logits.numel()
                 if len(dp.pieces) != 1 or dp.spec.route == "sharded_adamw" or len(dp.shape) != 2:
-                    raise ValueError(f"QK-clip: {weights.fqn} must be one matrix with one owner, it is {dp}")
+                    raise ValueError(f"QK-clip: {fqn} must be one matrix with one owner, it is {dp}")
                 if not dp.spec.trainable:
-                    raise ValueError(f"QK-clip: {weights.fqn} is frozen; leave its layer out")
+                    raise ValueError(f"QK-clip: {fqn} is frozen; leave its layer out")
                 neurons = dp.shape[neuron_dim(dp.spec)]
                 if max(weights.heads.indices()) >= neurons:
-                    raise ValueError(
-                        f"QK-clip: {weights.fqn} has {neurons} outputs, fewer than its heads {weights.heads}"
-                    )
-                local = weights.heads.groups // runtime.grid.shape[2]
-                if layer.max_logits.numel() not in (weights.heads.groups, local):
-                    raise ValueError(
-                        f"QK-clip: {weights.fqn} has {weights.heads.groups} heads, the layer notes "
-                        f"{layer.max_logits.numel()} maxima"
-                    )
+                    raise ValueError(f"QK-clip: {fqn} has {neurons} outputs, fewer than its heads {weights.heads}")
+                if maxima not in (groups, groups // runtime.grid.shape[2]):
+                    raise ValueError(f"QK-clip: {fqn} has {groups} heads, the layer notes {maxima} maxima")
 
     @torch.no_grad()
     def after_update(self, runtime: Runtime, found_inf: torch.Tensor | None = None) -> None:

@@ -53,14 +53,7 @@ def update_pieces(
 
 
 class PlainAdamW:
-    """PyTorch's own AdamW over the parameters that are not dedicated: one for each parameter group that has some.
-
-    Args:
-        implementation: one of ``IMPLEMENTATIONS``.
-
-    Raises:
-        ValueError: another implementation.
-    """
+    """PyTorch's own AdamW over the parameters that are not dedicated: one for each parameter group that has some."""
 
     def __init__(self, implementation: str) -> None:
         if implementation not in IMPLEMENTATIONS:
@@ -69,8 +62,8 @@ class PlainAdamW:
         self.optimizers: list[tuple[dict[str, Any], torch.optim.AdamW]] = []
 
     def build(self, groups: Sequence[dict[str, Any]], dedicated: Collection[torch.Tensor], state: dict) -> None:
-        """``state`` is the optimizer's, which all share. The inner groups keep DTensors of different meshes apart: no
-        fused kernel takes them together."""
+        """``state`` is that of the whole optimizer. The inner groups keep DTensors of different meshes apart: no fused
+        kernel takes them together."""
         for group in groups:
             kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
             for param in group["params"]:
@@ -82,12 +75,16 @@ class PlainAdamW:
                 adamw.state = state
                 self.optimizers.append((group, adamw))
 
-    def check_takes_found_inf(self) -> None:
-        """Raises ValueError where only the fused kernels would."""
+    def flag(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """``found_inf`` as :meth:`step` takes it. Raises ValueError where the kernels would not look at it."""
+        if found_inf is None:
+            return None
         if self.optimizers and self.implementation != "fused":
             raise ValueError(
                 f"found_inf needs adamw_implementation='fused', this optimizer has {self.implementation!r}"
             )
+        # A summed flag may be 2; PyTorch's fused AdamW skips at 1 only, and takes the flag off its step count.
+        return (found_inf != 0).float()
 
     def step(self, found_inf: torch.Tensor | None) -> None:
         """One step by the hyperparameters of the groups. Nothing moves where ``found_inf`` is one."""

@@ -1,10 +1,6 @@
-"""Gradient norms and clipping over gradients that live in different places.
-
-A dedicated gradient exists once, on its owner. An FSDP2 gradient is a DTensor: sharded over some mesh dimensions,
-replicated over others. The norms of any number of buckets of gradients come out of one collective for each mesh
-dimension, and the host does not wait for the device. Norms and scaling are PyTorch's multi-tensor (``foreach``)
-operations: one kernel launch for many tensors on CUDA, a loop elsewhere.
-"""
+"""Norms and clipping of gradients that live in different places: a dedicated one on its owner, an FSDP2 one (a DTensor)
+sharded or replicated over each mesh dimension. The norms of any number of buckets come out of one collective for each
+mesh dimension, and the host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -24,13 +20,14 @@ from .muon import Muon
 
 # A gradient's local part, with the number of ranks that hold the same: it counts 1 / copies on each.
 Part = tuple[torch.Tensor, int]
+Buckets = Mapping[str, Sequence[Part]]
 
 
-def local_parts(gradients: Iterable[torch.Tensor], ranks: int) -> list[Part]:
-    """The local part of each gradient among ``ranks`` ranks. A plain tensor is held alike by all of them; how many hold
-    a part of a DTensor follows from its mesh and placements."""
+def local_parts(gradients: Iterable[torch.Tensor | None], ranks: int) -> list[Part]:
+    """The local part of each gradient that there is. A plain tensor is held alike by all ``ranks``; how many hold a
+    part of a DTensor follows from its mesh and placements."""
     parts = []
-    for grad in gradients:
+    for grad in (grad for grad in gradients if grad is not None):
         copies = ranks
         if isinstance(grad, DTensor):
             copies = ranks // grad.device_mesh.size()  # ranks outside its mesh hold the same again
@@ -62,7 +59,7 @@ def _local_power(parts: Sequence[Part], norm_type: float, device: torch.device) 
 
 
 def combine_norms(
-    buckets: Sequence[Sequence[Part]], norm_type: float, lanes: Sequence[Lane], device: torch.device
+    buckets: Iterable[Sequence[Part]], norm_type: float, lanes: Sequence[Lane], device: torch.device
 ) -> torch.Tensor:
     """Collective over ``lanes``, one after the other. The p-norm of each bucket over all ranks: float32 [buckets], the
     same on every rank."""
@@ -81,18 +78,14 @@ def combine_norms(
 
 
 def _clip(
-    buckets: Mapping[str, Sequence[Part]],
-    max_norms: Mapping[str, float],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    lanes: Sequence[Lane],
+    buckets: Buckets, max_norms: Mapping[str, float], lanes: Sequence[Lane], norm_type: float, error_if_nonfinite: bool
 ) -> dict[str, torch.Tensor]:
-    """Scale every bucket in place by ``max_norm / (its norm + 1e-6)`` where that is below one, and return the norms.
+    """Scale every bucket in place by ``max_norm / (norm + 1e-6)`` where that is below one, and return the norms.
     Collective. Nothing is changed if an error is raised."""
     for value in (*max_norms.values(), norm_type):
         if not value > 0:
             raise ValueError(f"max_norm and norm_type must be positive, got {dict(max_norms)} and {norm_type}")
-    totals = combine_norms(list(buckets.values()), float(norm_type), lanes, lanes[0].device)
+    totals = combine_norms(buckets.values(), float(norm_type), lanes, lanes[0].device)
     norms = dict(zip(buckets, totals.unbind(), strict=True))
     if error_if_nonfinite and not totals.isfinite().all():
         values = {name: norm.item() for name, norm in norms.items()}
@@ -100,11 +93,8 @@ def _clip(
         raise RuntimeError(f"the total gradient norm (order {norm_type}) is {told}; nothing was clipped")
     for name, parts in buckets.items():
         factor = (max_norms[name] / (norms[name] + 1e-6)).clamp(max=1.0)
-        by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-        for grad, _ in parts:
-            by_device[grad.device].append(grad)
-        for device, grads in by_device.items():
-            torch._foreach_mul_(grads, factor.to(device))
+        for device in {grad.device for grad, _ in parts}:
+            torch._foreach_mul_([grad for grad, _ in parts if grad.device == device], factor.to(device))
     return norms
 
 
@@ -120,35 +110,28 @@ def _parts(pieces: Iterable[Piece]) -> list[Part]:
 
 @torch.no_grad()
 def clip_gradients_(
-    gradients: Sequence[torch.Tensor],
+    gradients: Iterable[torch.Tensor | None],
     max_norm: float,
     lanes: Sequence[Lane],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     owned: Sequence[Part] = (),
 ) -> torch.Tensor:
-    """Clip by one joint p-norm. Collective over ``lanes``, whose groups together span the ranks.
+    """Clip by one joint p-norm, and return the norm before clipping. Collective over ``lanes``, whose groups together
+    span the ranks. Raises as :func:`clip_grad_norm_`.
 
     Args:
-        gradients: as found in ``param.grad``: DTensors on any mesh within the ranks, or plain tensors that all ranks
-            hold alike.
+        gradients: DTensors on any mesh within the ranks, or plain tensors that all ranks hold alike.
         owned: plain gradients, each with the number of ranks that hold it alike.
-
-    Returns the norm before clipping; raises as :func:`clip_grad_norm_`.
     """
     parts = [*local_parts(gradients, math.prod(lane.size for lane in lanes)), *owned]
-    return _clip({"": parts}, {"": max_norm}, norm_type, error_if_nonfinite, lanes)[""]
+    return _clip({"": parts}, {"": max_norm}, lanes, norm_type, error_if_nonfinite)[""]
 
 
 @dataclass(frozen=True)
 class GradientEntry:
-    """One dedicated Muon gradient on its owner, as a strategy sees it.
-
-    Attributes:
-        fqn: name of the parameter.
-        shape: its global shape; an owner of part of an expert stack sees that part's gradient.
-        gradient: reduced, to be scaled in place.
-    """
+    """One dedicated Muon gradient on its owner, as a strategy sees it: reduced, to be scaled in place. ``fqn`` and
+    ``shape`` are the parameter's; an owner of part of an expert stack sees that part's gradient."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -163,13 +146,8 @@ _STRATEGIES: dict[str, Strategy] = {}
 
 
 def register_muon_grad_clip_strategy(name: str, strategy: Strategy) -> None:
-    """Make ``strategy`` known to :func:`clip_grad_norm_` as ``name``.
-
-    It is called on every rank, also one that owns nothing, so that it may communicate over ``lanes``.
-
-    Raises:
-        ValueError: the name is taken by another strategy.
-    """
+    """Make ``strategy`` known to :func:`clip_grad_norm_` as ``name``. It is called on every rank, also one that owns
+    nothing, so that it may communicate over ``lanes``. Raises ValueError where another strategy has the name."""
     if name == _GLOBAL_NORM or _STRATEGIES.setdefault(name, strategy) is not strategy:
         raise ValueError(f"a clip strategy called {name!r} is registered already")
 
@@ -182,10 +160,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     strategy: str = _GLOBAL_NORM,
 ) -> torch.Tensor:
-    """Clip the dedicated Muon gradients, and only them. Collective.
-
-    Waits for reductions in flight; clips before momentum and Newton-Schulz. A backward after it adds to the clipped
-    gradients.
+    """Clip the dedicated Muon gradients, and only them, before momentum and Newton-Schulz. Collective; waits for
+    reductions in flight. A backward after it adds to the clipped gradients.
 
     Args:
         strategy: how; by default by their global p-norm. Others are registered with
@@ -196,8 +172,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: an unknown strategy, or a bound that is not positive.
-        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device); nothing is clipped then by the
-            default strategy.
+        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device). By the default strategy
+            nothing is clipped then.
     """
     known = (_GLOBAL_NORM, *_STRATEGIES)
     if strategy not in known:
@@ -205,7 +181,7 @@ def clip_grad_norm_(
     lanes = optimizer.runtime.lanes.covering
     pieces = [piece for piece in _arrived(optimizer) if piece.spec.route == "muon"]
     if strategy == _GLOBAL_NORM:
-        return clip_gradients_([], max_norm, lanes, norm_type, error_if_nonfinite, _parts(pieces))
+        return clip_gradients_((), max_norm, lanes, norm_type, error_if_nonfinite, _parts(pieces))
     entries = [GradientEntry(piece.fqn, piece.dp.shape, piece.grad) for piece in pieces]
     total = _STRATEGIES[strategy](entries, max_norm, float(norm_type), lanes)
     if error_if_nonfinite and not total.isfinite():
@@ -217,10 +193,9 @@ def clip_grad_norm_(
 def clip_total_grad_norm_(
     optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip all gradients of ``optimizer``, dedicated on any route and others, by one joint p-norm. Collective.
-    Otherwise as :func:`clip_grad_norm_`."""
+    """As :func:`clip_grad_norm_`, of all gradients of ``optimizer``, dedicated on any route and others."""
     owned, lanes = _parts(_arrived(optimizer)), optimizer.runtime.lanes.covering
-    others = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    others = [param.grad for group in optimizer.param_groups for param in group["params"]]
     return clip_gradients_(others, max_norm, lanes, norm_type, error_if_nonfinite, owned)
 
 
@@ -235,31 +210,22 @@ def try_clip_optimizer_grad_norm_buckets_(
 ) -> dict[str, torch.Tensor]:
     """Clip the gradients of a run as three buckets, each by its own norm: ``regular`` (``regular_grads``), ``muon``
     (dedicated matrices) and ``adamw`` (``adamw_grads`` and dedicated parameters on an AdamW route). Collective, one
-    all-reduce for each mesh dimension; waits for reductions in flight, but not for the device. There is one
-    implementation for all devices, so it always succeeds.
+    all-reduce for each mesh dimension. One implementation serves all devices, so it always succeeds. Returns the norm
+    of each before clipping; waiting, errors and norms are those of :func:`clip_grad_norm_`.
 
     Args:
         regular_grads, adamw_grads: DTensors, or plain tensors that all ranks hold alike; ``None`` is left out.
         max_norm: the bound of all buckets, or of each by name.
-
-    Returns:
-        name -> the norm before clipping, a 0-D float32 tensor, the same on every rank; zero of an empty bucket.
-
-    Raises:
-        ValueError: a bound that is not positive or not given, or a partial DTensor.
-        RuntimeError: on every rank, with ``error_if_nonfinite`` (waits for the device); nothing is clipped then.
     """
     pieces, lanes = _arrived(optimizer), optimizer.runtime.lanes.covering
     ranks = math.prod(lane.size for lane in lanes)
-    regular, adamw = (
-        local_parts((grad for grad in grads if grad is not None), ranks) for grads in (regular_grads, adamw_grads)
-    )
+    adamw = _parts(piece for piece in pieces if piece.spec.route != "muon")
     buckets = {
-        "regular": regular,
+        "regular": local_parts(regular_grads, ranks),
         "muon": _parts(piece for piece in pieces if piece.spec.route == "muon"),
-        "adamw": adamw + _parts(piece for piece in pieces if piece.spec.route != "muon"),
+        "adamw": local_parts(adamw_grads, ranks) + adamw,
     }
     max_norms = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(buckets, max_norm)
     if max_norms.keys() != buckets.keys():
         raise ValueError(f"max_norm is given for {sorted(max_norms)}, the buckets are {list(buckets)}")
-    return _clip(buckets, max_norms, norm_type, error_if_nonfinite, lanes)
+    return _clip(buckets, max_norms, lanes, norm_type, error_if_nonfinite)

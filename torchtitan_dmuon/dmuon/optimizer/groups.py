@@ -1,17 +1,16 @@
 """Semantic parameter groups: each of the user's groups becomes ``<name>/muon`` and ``<name>/adamw``.
 
-Pure bookkeeping over parameters and their routes; the optimizer builds its state from the result. Keys of a group, all
-optional but ``params``: ``group_name``; ``lr``, ``weight_decay`` for both halves, overridden by ``muon_lr``,
-``adamw_lr``, ``muon_weight_decay``, ``adamw_weight_decay``; ``momentum``, ``nesterov`` for the Muon half;
-``adamw_betas``, ``adamw_eps`` for the AdamW half; and ``dmuon_route`` (also ``dmuon_optimizer``,
-``matrix_optimizer``), which sends every DMuon-managed parameter of the group down one route.
+Keys of a group, all optional but ``params``: ``group_name``; ``lr``, ``weight_decay`` for both halves, overridden by
+``muon_lr``, ``adamw_lr``, ``muon_weight_decay``, ``adamw_weight_decay``; ``momentum``, ``nesterov`` for the Muon half;
+``adamw_betas``, ``adamw_eps`` for the AdamW half; and ``dmuon_route`` (also ``dmuon_optimizer``, ``matrix_optimizer``),
+which sends every DMuon-managed parameter of the group down one route.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,44 +45,19 @@ def lower_param_groups(
     Args:
         groups: the user's; ``None`` for one group of everything, whose halves are called ``muon`` and ``adamw``.
         trainable: every parameter that must be in one group, by name.
-        dedicated: the DMuon-managed parameters; their ``spec`` gets the route that the groups force.
-        specs: what ``dedicate_params`` has given them, which counts where no route is forced.
+        dedicated: their ``spec`` gets the route that the groups force.
+        specs: of ``dedicate_params``; they count where no route is forced.
         defaults: the hyperparameters of both halves by the user's keys (``muon_lr``, ...).
 
     Raises:
         ValueError: an unknown key, a value out of range, a group name given twice, a parameter that is missing, in two
             groups, or not the model's (as one taken before wrapping), or a route its storage cannot take.
     """
-    if groups is None:
-        # Frozen dedicated parameters are listed too: they have an owner, if no state.
-        frozen = [dp.param for dp in dedicated if not dp.spec.trainable]
-        read, forced = [("", [*trainable.values(), *frozen], _hyperparameters("", {}, defaults))], {}
-    else:
-        read, forced = _read(groups, {param: name for name, param in trainable.items()}, specs, defaults)
-    for dp in dedicated:  # only now that nothing can go wrong any more; what an earlier optimizer has forced ends
-        dp.spec = forced.get(dp.param, specs[dp.param])
-    matrices = {dp.param for dp in dedicated if dp.spec.route == "muon"}
-    halves = []
-    for prefix, params, values in read:
-        for half, keys in _HALVES.items():
-            chosen = [param for param in params if (param in matrices) == (half == "muon")]
-            if chosen:
-                hyperparameters = {name: values[key] for name, key in keys.items()}
-                halves.append({"params": chosen, "group_name": f"{prefix}{half}", **hyperparameters})
-    return halves
-
-
-def _read(
-    groups: Sequence[Mapping[str, Any]],
-    names: Mapping[nn.Parameter, str],
-    specs: Mapping[nn.Parameter, ParamSpec],
-    defaults: Mapping[str, Any],
-) -> tuple[list[tuple[str, list[nn.Parameter], dict[str, Any]]], dict[nn.Parameter, ParamSpec]]:
-    """([(prefix of its halves' names, parameters, hyperparameters) of each group], specs on forced routes)."""
+    names = {param: name for name, param in trainable.items()}
     placed: dict[nn.Parameter, str] = {}
     forced: dict[nn.Parameter, ParamSpec] = {}
-    read = []
-    for position, group in enumerate(groups):
+    lowered = []
+    for position, group in enumerate(groups or ()):
         where = f"param_groups[{position}]"
         for key in group:
             if key not in _KEYS:
@@ -93,37 +67,40 @@ def _read(
         name = group.get("group_name", f"group{position}")
         if name in placed.values():
             raise ValueError(f"{where}: group_name {name!r} is given twice")
-        params = _placed(_tensors(group["params"], where), name, where, names, placed)
+        params = _place(group["params"], name, where, names, placed)
         forced |= _forced_route(group, params, specs, where)
-        read.append((f"{name}/", params, _hyperparameters(f"{where}: ", group, defaults)))
-    if missing := [name for param, name in names.items() if param not in placed]:
+        lowered.append((f"{name}/", params, _hyperparameters(f"{where}: ", group, defaults)))
+    if groups is None:  # frozen dedicated parameters are listed too: they have an owner, if no state
+        frozen = [dp.param for dp in dedicated if not dp.spec.trainable]
+        lowered.append(("", [*names, *frozen], _hyperparameters("", {}, defaults)))
+    elif missing := [name for param, name in names.items() if param not in placed]:
         raise ValueError(
             f"param_groups leave out {len(missing)} trainable parameters, {missing[0]} among them; every trainable "
             "parameter needs a group"
         )
-    return read, forced
+    for dp in dedicated:  # only now that nothing can go wrong any more; what an earlier optimizer has forced ends
+        dp.spec = forced.get(dp.param, specs[dp.param])
+    matrices = {dp.param for dp in dedicated if dp.spec.route == "muon"}
+    halves = []
+    for prefix, params, values in lowered:
+        for half, keys in _HALVES.items():
+            chosen = [param for param in params if (param in matrices) == (half == "muon")]
+            if chosen:
+                hyperparameters = {name: values[key] for name, key in keys.items()}
+                halves.append({"params": chosen, "group_name": f"{prefix}{half}", **hyperparameters})
+    return halves
 
 
-def _tensors(given: Any, where: str) -> list[torch.Tensor]:
-    """One tensor, or several, each by itself or after its name, as PyTorch takes them."""
+def _place(given: Any, group: str, where: str, names: Mapping[nn.Parameter, str], placed: dict) -> list[nn.Parameter]:
+    """The trainable ones among ``given``, noted in ``placed`` (parameter -> group): one tensor, or several, each by
+    itself or after its name, as PyTorch takes them."""
     entries = [given] if isinstance(given, torch.Tensor) else list(given)
     params = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
     for param in params:
         if not isinstance(param, torch.Tensor):
             raise ValueError(f"{where}: params must be tensors or pairs (name, tensor), got {param!r}")
-    return params
-
-
-def _placed(
-    params: Iterable[nn.Parameter],
-    group: str,
-    where: str,
-    names: Mapping[nn.Parameter, str],
-    placed: dict[nn.Parameter, str],
-) -> list[nn.Parameter]:
-    """The trainable ones among ``params``, noted in ``placed``."""
-    kept = [param for param in params if param.requires_grad]
-    for param in kept:
+        if not param.requires_grad:
+            continue
         if param not in names:
             raise ValueError(
                 f"{where}: a parameter of shape {list(param.shape)} is not the model's; build groups from "
@@ -132,7 +109,7 @@ def _placed(
         if param in placed:
             raise ValueError(f"{where}: {names[param]} is in group {placed[param]!r} already")
         placed[param] = group
-    return kept
+    return [param for param in params if param.requires_grad]
 
 
 def _forced_route(
@@ -161,9 +138,6 @@ def _forced_route(
     return forced
 
 
-# -------------------------------------------------------------------- hyperparameters
-
-
 def _hyperparameters(where: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``group``, else the defaults, by the user's keys for each half."""
     values = dict(defaults)
@@ -181,21 +155,18 @@ def _check_value(where: str, key: str, value: Any) -> None:
     if key == "nesterov":
         if not isinstance(value, bool):
             raise ValueError(f"{where}nesterov must be True or False, got {value!r}")
-    elif key == "adamw_betas":
+        return
+    numbers_of = {key: value}
+    if key == "adamw_betas":
         if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
             raise ValueError(f"{where}adamw_betas must be two numbers, got {value!r}")
-        for index, beta in enumerate(value):
-            _check_number(f"{where}adamw_betas[{index}]", beta, 1.0)
-    else:
-        _check_number(f"{where}{key}", value, 1.0 if key == "momentum" else math.inf)
-
-
-def _check_number(name: str, value: Any, limit: float) -> None:
-    # A learning rate may be a tensor, as in PyTorch.
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not 0.0 <= value < limit:
-        raise ValueError(f"{name} is out of range: {value}")
+        numbers_of = {f"adamw_betas[{index}]": beta for index, beta in enumerate(value)}
+    for name, number in numbers_of.items():
+        # A learning rate may be a tensor, as in PyTorch.
+        if isinstance(number, bool) or not isinstance(number, numbers.Real | torch.Tensor):
+            raise ValueError(f"{where}{name} must be a number, got {number!r}")
+        if not 0.0 <= number < (1.0 if key in ("momentum", "adamw_betas") else math.inf):
+            raise ValueError(f"{where}{name} is out of range: {number}")
 
 
 def saved_hyperparameters(

@@ -1,8 +1,5 @@
-"""``MatrixView``, the matrices in an owned piece, and the passes over them as PyTorch operations.
-
-The passes are for devices without Triton, and for what the kernels of ``kernels/passes.py`` cannot take. The kernels
-must agree with them.
-"""
+"""The matrices in an owned piece, and the passes over them as PyTorch operations: for devices without Triton, and for
+layouts that the kernels of ``kernels/passes.py`` cannot take. The kernels must agree with them."""
 
 from __future__ import annotations
 
@@ -17,17 +14,8 @@ from ..runtime.param import Piece
 
 
 class MatrixView:
-    """One block of an owned piece, or all of it: ``count`` matrices of one shape.
-
-    Args:
-        piece: a matrix (4096, 14336), or a run of experts (8, 768, 3072).
-        block: the part of each matrix, of a fused weight; ``None``: all of it.
-        state: of the piece, by name.
-
-    Attributes:
-        shape: (m, n) of one matrix as it is stored.
-        momentum: of the piece, in its shape and ``optim_dtype``.
-    """
+    """``count`` matrices of one ``shape`` (m, n): a piece (4096, 14336) is one matrix, a run of experts (8, 768, 3072)
+    are eight. Of a fused weight, ``block`` is the part of each matrix. ``state`` and ``momentum`` are the piece's."""
 
     def __init__(self, piece: Piece, block: Block | None, state: Mapping[str, torch.Tensor]) -> None:
         self.piece = piece
@@ -67,9 +55,6 @@ def split(stack: torch.Tensor, views: Sequence[MatrixView]) -> Iterator[tuple[Ma
 def neuron_dim(spec: ParamSpec) -> int:
     """The dimension that counts the output neurons of a weight: its rows, or columns where it is stored [in, out]."""
     return -1 if spec.transposed else -2
-
-
-# -------------------------------------------------------------------- passes
 
 
 def nesterov_input(

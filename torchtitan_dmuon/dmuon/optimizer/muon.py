@@ -25,8 +25,6 @@ from .named_state import NamedState
 from .normuon import NorMuon
 from .stack import SCALES, MatrixStack, UpdateRule
 
-Group = dict[str, Any]
-
 
 class AfterUpdate(Protocol):
     """What ``qk_clip`` must be able to do."""
@@ -89,12 +87,12 @@ class Muon(NamedState):
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
+        if not isinstance(ns_backend, NewtonSchulz):
+            ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
         adjust = NorMuon(normuon_beta2)  # checks its argument also where it is not used
         self.normuon = adjust if normuon else None
-        self.rule = UpdateRule(scale, self.normuon, cautious_weight_decay)
         self.newton_schulz = ns_backend
-        if not isinstance(ns_backend, NewtonSchulz):
-            self.newton_schulz = NewtonSchulz(ns_backend, steps=ns_steps)
+        self.rule = UpdateRule(ns_backend, scale, cautious_weight_decay, self.normuon)
         self._plain_adamw = PlainAdamW(adamw_implementation)
         self.runtime = runtime_of(model)
         self._check_runtime()
@@ -120,29 +118,7 @@ class Muon(NamedState):
         self.names = {param: name for name, param in trainable.items()} | {dp.param: dp.fqn for dp in dedicated}
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._plain_adamw.build(self.param_groups, {dp.param for dp in dedicated}, self.state)
-        self._stacks, self._adamw_pieces = self._lay_out()
-
-    def _lay_out(self) -> tuple[list[tuple[Group, MatrixStack]], list[tuple[Group, list[Piece]]]]:
-        """The stacks of this rank, and its pieces on an AdamW route by parameter, each with its group; their state is
-        created. The largest stack comes first, and what arrives last in backward comes last in its stack: the step
-        begins meanwhile."""
-        group_of = {param: group for group in self.param_groups for param in group["params"]}
-        views: dict[tuple, list[MatrixView]] = defaultdict(list)
-        by_param: dict[torch.Tensor, list[Piece]] = defaultdict(list)
-        arriving = (piece for unit in self.runtime.schedule.reduce_order for piece in unit.owned)
-        for piece in (piece for piece in arriving if piece.spec.trainable):
-            self.create_state(piece)
-            if piece.spec.route != "muon":
-                by_param[piece.param].append(piece)
-                continue
-            sent = None if piece.compute_weight is None else piece.compute_weight.dtype
-            alike = (id(group_of[piece.param]), piece.spec.transposed, piece.spec.optim_dtype, sent)
-            for block in (None,) if piece.spec.blocks is None else piece.spec.blocks.blocks:
-                view = MatrixView(piece, block, self.state_of(piece))
-                views[(view.shape, *alike)].append(view)
-        stacks = [(group_of[found[0].piece.param], MatrixStack(found)) for found in views.values()]
-        stacks.sort(key=lambda entry: entry[1].count * math.prod(entry[1].shape), reverse=True)
-        return stacks, [(group_of[param], pieces) for param, pieces in by_param.items()]
+        self._lay_out()
 
     def _check_runtime(self) -> None:
         self.runtime.check_materialised("building the optimizer")
@@ -152,6 +128,27 @@ class Muon(NamedState):
                     f"{dp.fqn}: requires_grad is {dp.param.requires_grad} and was {dp.spec.trainable} when it was "
                     "dedicated, for which everything is built; set it before dedicate_params"
                 )
+
+    def _lay_out(self) -> None:
+        """Create the state of what this rank owns and set the order of its updates. The largest stack comes first, and
+        what arrives last in backward comes last in its stack: the step begins meanwhile."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        views: dict[tuple, list[MatrixView]] = defaultdict(list)
+        adamw_pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
+        arriving = (piece for unit in self.runtime.schedule.reduce_order for piece in unit.owned)
+        for piece in (piece for piece in arriving if piece.spec.trainable):
+            self._create_state(piece)
+            if piece.spec.route != "muon":
+                adamw_pieces[piece.param].append(piece)
+                continue
+            sent = None if piece.compute_weight is None else piece.compute_weight.dtype
+            alike = (id(group_of[piece.param]), piece.spec.transposed, piece.spec.optim_dtype, sent)
+            for block in (None,) if piece.spec.blocks is None else piece.spec.blocks.blocks:
+                view = MatrixView(piece, block, self.state_of(piece))
+                views[(view.shape, *alike)].append(view)
+        stacks = [MatrixStack(found, group_of[found[0].piece.param], self.rule) for found in views.values()]
+        self._stacks = sorted(stacks, key=lambda stack: stack.count * math.prod(stack.shape), reverse=True)
+        self._adamw_pieces = [(group_of[param], pieces) for param, pieces in adamw_pieces.items()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is built, for PyTorch's constructor: its state is laid out then.
@@ -166,7 +163,7 @@ class Muon(NamedState):
     @property
     def newton_schulz_flops(self) -> int:
         """Floating-point operations of Newton-Schulz in one step on this rank."""
-        return sum(stack.count * self.newton_schulz.flops(*stack.shape) for _, stack in self._stacks)
+        return sum(stack.count * self.newton_schulz.flops(*stack.shape) for stack in self._stacks)
 
     @torch.no_grad()
     def step(
@@ -182,10 +179,7 @@ class Muon(NamedState):
         Raises:
             ValueError: ``found_inf`` with an AdamW that is not fused.
         """
-        if found_inf is not None:
-            self._plain_adamw.check_takes_found_inf()
-            # A summed flag may be 2; PyTorch's fused AdamW skips at 1 only, and takes the flag off its step count.
-            found_inf = (found_inf != 0).float()
+        found_inf = self._plain_adamw.flag(found_inf)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -204,11 +198,11 @@ class Muon(NamedState):
 
     def _update_owned(self, found_inf: torch.Tensor | None) -> None:
         self.runtime.begin_update()
-        for group, stack in self._stacks:
+        for stack in self._stacks:
             with record_function(f"dmuon/newton_schulz {stack}"):
-                stack.update(group, self.rule, self.newton_schulz, found_inf)
+                stack.update(found_inf)
         for group, pieces in self._adamw_pieces:
-            with record_function("dmuon/adamw"):
+            with record_function(f"dmuon/adamw {pieces[0].fqn}"):
                 update_pieces(pieces, [self.state_of(piece) for piece in pieces], group, found_inf)
         if self.qk_clip is not None:
             self.qk_clip.after_update(self.runtime, found_inf)

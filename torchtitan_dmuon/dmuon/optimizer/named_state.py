@@ -1,4 +1,9 @@
-"""``NamedState``: the half of ``Muon`` that gives and takes its state by parameter name, for checkpoints."""
+"""``NamedState``: the half of ``Muon`` that gives and takes its state by parameter name, for checkpoints.
+
+A state dict is ``{"state": {fqn: {name: tensor}}, "param_groups": [...], "muon": {...}}``; ``muon`` is the recipe: the
+form of the momentum and what turned it into updates. One made from other optimizers may also have ``fresh``: names of
+parameters whose state starts from zero, because those optimizers make none before a first gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..kernels.newton_schulz import NewtonSchulz
 from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam, Piece
-from ..state.optimizer import HEAVY_BALL, Layout, State, adamw_state, dedicated_state, pair_state
+from ..state.optimizer import HEAVY_BALL, State, adamw_state
+from ..state.pieces import PartialTensor, logical_tensor, owned_pieces, pair_parts, parts_of
 from .adamw import PlainAdamW
 from .groups import saved_hyperparameters
 from .normuon import NorMuon
@@ -21,22 +26,24 @@ logger = logging.getLogger(__name__)
 
 
 class NamedState(torch.optim.Optimizer):
-    """
-    Attributes:
-        dedicated: every dedicated parameter.
-        names: every parameter of the groups -> its canonical name.
-        state: of PyTorch: parameter -> name -> tensor; of a dedicated parameter only what this rank owns.
-    """
+    """``names`` has the canonical name of every parameter of the groups. ``state`` (PyTorch's) has, of a ``dedicated``
+    parameter, what this rank owns."""
 
     dedicated: list[DedicatedParam]
     names: dict[torch.Tensor, str]
-    newton_schulz: NewtonSchulz
     rule: UpdateRule
     normuon: NorMuon | None
     _plain_adamw: PlainAdamW
 
-    def create_state(self, piece: Piece) -> None:
-        """Zeros for a piece that this rank owns."""
+    def _layout(self, spec: ParamSpec, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of each state, by name, of a dedicated parameter or a piece of it of this shape."""
+        if spec.route != "muon":
+            moment = (shape, spec.optim_dtype)
+            return {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        layout = {"momentum_buffer": (shape, spec.optim_dtype)}
+        return layout if self.normuon is None else layout | self.normuon.state_layout(spec, shape)
+
+    def _create_state(self, piece: Piece) -> None:
         for name, (shape, dtype) in self._layout(piece.spec, piece.shape).items():
             zeros = torch.zeros(shape, dtype=dtype, device=piece.master.device)
             self.state[piece.param].setdefault(_key(piece, name), zeros)
@@ -45,27 +52,24 @@ class NamedState(torch.optim.Optimizer):
         """The state of one owned piece, by its plain names."""
         return {name: self.state[piece.param][_key(piece, name)] for name in self._layout(piece.spec, piece.shape)}
 
-    def _layout(self, spec: ParamSpec, shape: tuple[int, ...]) -> Layout:
-        """Of a dedicated parameter, or a piece of it, of this shape."""
-        if spec.route != "muon":
-            moment = (shape, spec.optim_dtype)
-            return {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
-        layout: Layout = {"momentum_buffer": (shape, spec.optim_dtype)}
-        return layout if self.normuon is None else layout | self.normuon.state_layout(spec, shape)
-
     def named_state(self) -> State:
-        """All state by parameter name, live: see ``state/optimizer.py``. Not collective."""
-        layouts = {dp: self._layout(dp.spec, dp.shape) for dp in self.dedicated}
-        state = dedicated_state(layouts, self.state_of)
+        """All state by parameter name, whoever owns it, with live tensors: see ``state/optimizer.py``. Nothing of a
+        frozen parameter. Not collective."""
+        state: State = {dp.fqn: {} for dp in self.dedicated}
+        for dp in (dp for dp in self.dedicated if dp.spec.trainable):
+            for name, (shape, dtype) in self._layout(dp.spec, dp.shape).items():
+                state[dp.fqn][name] = PartialTensor.of(shape, [], dtype)
+            owned = [(piece, self.state_of(piece)) for piece in owned_pieces(dp)]
+            for name in owned[0][1] if owned else ():
+                state[dp.fqn][name] = logical_tensor([(piece, held[name]) for piece, held in owned])
         for _, adamw in self._plain_adamw.optimizers:
             state |= adamw_state(adamw, self.names)
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, hyperparameters by group, and how the momentum was made: see
-        ``state/optimizer.py``. The same keys on every rank; tensors are live. For DCP:
-        ``dcp.save({"optimizer": optimizer.state_dict()})``, and to load, ``dcp.load`` into the same and then
-        :meth:`load_state_dict`. Not collective."""
+        """State by parameter name, hyperparameters by group, and the recipe: see ``named_state.py``. The same keys on
+        every rank; tensors are live. For DCP: ``dcp.save({"optimizer": optimizer.state_dict()})``, and to load,
+        ``dcp.load`` into the same and then :meth:`load_state_dict`. Not collective."""
         groups = [{**group, "params": [self.names[p] for p in group["params"]]} for group in self.param_groups]
         state = {fqn: values for fqn, values in self.named_state().items() if values}
         return {"state": state, "param_groups": groups, "muon": muon_recipe(self)}
@@ -87,10 +91,25 @@ class NamedState(torch.optim.Optimizer):
         updates = []
         if "param_groups" in state_dict:
             updates = saved_hyperparameters(self.param_groups, self.names, state_dict["param_groups"])
-        for part, values in pair_state(self.named_state(), state_dict):
+        for part, values in self._paired(state_dict["state"], set(state_dict.get("fresh", ()))):
             part.copy_(values)
         for group, values in updates:
             group.update(values)
+
+    def _paired(self, saved: State, fresh: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each part that this rank holds with its values in ``saved``, or zeros."""
+        live, pairs = self.named_state(), []
+        for fqn, name, tensor in ((fqn, *entry) for fqn, values in live.items() for entry in values.items()):
+            if fqn in fresh:
+                pairs += [(part, torch.zeros_like(part)) for part, _ in parts_of(tensor)[1]]
+            elif name in saved.get(fqn, {}):
+                pairs += pair_parts(f"{fqn}.{name}", tensor, saved[fqn][name])
+            else:
+                there = sorted(saved.get(fqn, {})) or "nothing"
+                raise ValueError(f"{fqn}: the state dict has {there} of it, {name} is missing")
+        if unknown := sorted(saved.keys() - live.keys()):
+            raise ValueError(f"the state dict has {unknown[0]}, which this optimizer has not")
+        return pairs
 
 
 def _key(piece: Piece, name: str) -> str:
@@ -101,10 +120,10 @@ def _key(piece: Piece, name: str) -> str:
 
 
 def muon_recipe(optimizer: NamedState) -> dict[str, Any]:
-    """How ``optimizer``, a :class:`Muon`, makes its state: plain data that its state dicts hold."""
+    """How ``optimizer``, a :class:`Muon`, makes its state: plain data."""
     return {
         "momentum_form": HEAVY_BALL,
-        "coefficients": [list(abc) for abc in optimizer.newton_schulz.coefficients],
+        "coefficients": [list(abc) for abc in optimizer.rule.newton_schulz.coefficients],
         "scale": optimizer.rule.scale,
         "normuon_beta2": None if optimizer.normuon is None else optimizer.normuon.beta2,
         "cautious_weight_decay": optimizer.rule.cautious_weight_decay,

@@ -15,14 +15,7 @@ _EPS = 1e-10  # keeps divisors away from zero; the authors' value
 
 
 class NorMuon:
-    """Adjusts what Newton-Schulz gives: the ``adjust`` of an ``UpdateRule``.
-
-    Args:
-        beta2: decay of the mean of squares.
-
-    Raises:
-        ValueError: ``beta2`` is out of range.
-    """
+    """The ``adjust`` of an ``UpdateRule``. ``beta2`` is the decay of the mean of squares."""
 
     def __init__(self, beta2: float) -> None:
         if not 0.0 <= beta2 < 1.0:

@@ -1,8 +1,5 @@
-"""The matrices of one shape that an owner updates together: momentum, Newton-Schulz, weight update.
-
-The data decides whether a matrix moves (was there a gradient, is everything finite). That stays on the device as 0/1
-factors, so the host never waits.
-"""
+"""The matrices of one shape that an owner updates together: momentum, Newton-Schulz, weight update. Whether a matrix
+moves (was there a gradient, is everything finite) stays on the device as a factor 0 or 1: the host never waits."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,61 +33,53 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 }
 
 
-class Adjustment(Protocol):
-    """What may change an update between Newton-Schulz and the weight."""
-
-    def __call__(self, view: MatrixView, update: torch.Tensor, moves: torch.Tensor) -> None:
-        """Change the update of ``view`` (float32 [count, m, n]) in place. ``moves``: see ``MatrixView.moves``."""
-
-
 @dataclass(frozen=True)
 class UpdateRule:
     """What all matrices of an optimizer have in common.
 
     Attributes:
+        newton_schulz: orthogonalises.
         scale: a name of ``SCALES``.
-        adjust: applied between Newton-Schulz and the weight update; ``None``: nothing is.
         cautious_weight_decay: decay only where the update does not oppose it.
+        adjust: ``adjust(view, update, moves)`` changes an update (float32 [count, m, n]) in place, between
+            Newton-Schulz and the weight. ``moves``: see ``MatrixView.moves``.
     """
 
+    newton_schulz: NewtonSchulz
     scale: str
-    adjust: Adjustment | None
     cautious_weight_decay: bool
-
-    def step_size(self, lr: float, shape: tuple[int, int], transposed: bool) -> float:
-        """Of matrices stored as ``shape``: the learning rate times the scale."""
-        neurons, inputs = reversed(shape) if transposed else shape
-        return lr * SCALES[self.scale](neurons, inputs)
+    adjust: Callable[[MatrixView, torch.Tensor, torch.Tensor], None] | None = None
 
 
 class MatrixStack:
-    """The matrices of one shape, orientation and dtype in one parameter group."""
+    """The matrices of one shape, orientation and dtype in one parameter ``group``, which has the hyperparameters."""
 
-    def __init__(self, views: list[MatrixView]) -> None:
+    def __init__(self, views: list[MatrixView], group: Mapping[str, Any], rule: UpdateRule) -> None:
         self.views = views
         self.shape = views[0].shape
-        self._transposed = views[0].piece.spec.transposed
+        self.count = sum(view.count for view in views)
+        self._group = group
+        self._rule = rule
         self._passes: dict[int, StackPasses] = {}  # of each batch: they keep their tables of addresses
 
     def __str__(self) -> str:
         return f"{self.shape[0]}x{self.shape[1]} x{self.count}"
 
-    @property
-    def count(self) -> int:
-        return sum(view.count for view in self.views)
-
-    def update(
-        self, group: Mapping[str, Any], rule: UpdateRule, newton_schulz: NewtonSchulz, found_inf: torch.Tensor | None
-    ) -> None:
-        """Update momenta, masters and compute weights by the hyperparameters of the parameter group. Each batch waits
-        for its own gradients."""
+    def update(self, found_inf: torch.Tensor | None) -> None:
+        """Update momenta, masters and compute weights. Each batch waits for its own gradients."""
         in_place = all(view.in_place for view in self.views)
         triton = triton_passes(self.views[0].momentum.device) if in_place else None
-        for index, views in enumerate(self._batches(_matrix_bytes(self.shape, triton, rule))):
+        for index, views in enumerate(self._batches(self._matrix_bytes(triton))):
             for view in views:
                 view.piece.wait_gradient()
             passes = None if triton is None else self._pointed_passes(triton, index, views)
-            self._update_batch(views, passes, group, rule, newton_schulz, found_inf)
+            self._update_batch(views, passes, found_inf)
+
+    def _matrix_bytes(self, triton: ModuleType | None) -> int:
+        """What one matrix takes on its way on a GPU: float16 twice and the squares of the Gram form; with PyTorch's
+        passes float32 three times more, with an adjustment once or twice more."""
+        element = (16 if triton is None else 4) + (0 if self._rule.adjust is None else 8)
+        return element * math.prod(self.shape) + 8 * min(self.shape) ** 2
 
     def _batches(self, matrix_bytes: int) -> Iterator[list[MatrixView]]:
         """Runs of views of about one size that fit ``_BATCH_BYTES`` (or one view that does not)."""
@@ -120,36 +109,26 @@ class MatrixStack:
         return passes if passes.point_at(operands) else None
 
     def _update_batch(
-        self,
-        views: list[MatrixView],
-        passes: StackPasses | None,
-        group: Mapping[str, Any],
-        rule: UpdateRule,
-        newton_schulz: NewtonSchulz,
-        found_inf: torch.Tensor | None,
+        self, views: list[MatrixView], passes: StackPasses | None, found_inf: torch.Tensor | None
     ) -> None:
+        """By the Triton ``passes``, or by PyTorch's operations without them."""
+        rule, group = self._rule, self._group
         mu, nesterov = group["momentum"], group["nesterov"]
         if passes is None:
-            x = newton_schulz.normalize(nesterov_input(views, mu, nesterov, found_inf))
+            x = rule.newton_schulz.normalize(nesterov_input(views, mu, nesterov, found_inf))
         else:
-            dtype = newton_schulz.compute_dtype(views[0].momentum.device)
+            dtype = rule.newton_schulz.compute_dtype(views[0].momentum.device)
             x = passes.nesterov_input(mu, nesterov, found_inf, dtype, NORM_EPS)
-        update = newton_schulz.iterate(x)
+        update = rule.newton_schulz.iterate(x)
         del x  # its memory is free before the next pass needs some
         if rule.adjust is not None:
             update = update.float()
             for view, part in split(update, views):
                 rule.adjust(view, part, view.moves(found_inf))
-        step_size = rule.step_size(group["lr"], self.shape, self._transposed)
+        neurons, inputs = reversed(self.shape) if views[0].piece.spec.transposed else self.shape
+        step_size = group["lr"] * SCALES[rule.scale](neurons, inputs)
         decay = group["lr"] * group["weight_decay"]
         if passes is None:
             move_weights(views, update, step_size, decay, rule.cautious_weight_decay, found_inf)
         else:
             passes.move_weights(update, step_size, decay, rule.cautious_weight_decay, found_inf)
-
-
-def _matrix_bytes(shape: tuple[int, int], triton: ModuleType | None, rule: UpdateRule) -> int:
-    """What one matrix takes on its way on a GPU: float16 twice and the squares of the Gram form; with PyTorch's passes
-    float32 three times more, with an adjustment once or twice more."""
-    element = (16 if triton is None else 4) + (0 if rule.adjust is None else 8)
-    return element * math.prod(shape) + 8 * min(shape) ** 2

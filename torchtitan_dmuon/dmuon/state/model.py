@@ -1,9 +1,6 @@
 """The tensors of a model, and of its optimizer, by canonical name, in the form ``torch.distributed.checkpoint`` (DCP)
-saves and loads.
-
-A dedicated parameter and its state are held by the owner alone, FSDP2 tensors are DTensors. A rank has no key for a
-tensor that lives elsewhere, which is how DCP learns who writes and reads it.
-"""
+saves and loads. The owner alone has a dedicated parameter and its state; FSDP2 tensors are DTensors. A rank has no key
+for a tensor that lives elsewhere: so DCP learns who writes and reads it."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from ..runtime.handle import find_runtime
 from ..transport.torch_private import is_dedicated, own_persistent_buffers, sharded_parameters
 from .optimizer import State, adamw_state, flat_view
 from .pieces import PartialTensor, is_partial, logical_tensor, owned_pieces, pair_parts, parts_of
-from .whole import broadcast_whole, copy_whole, gather_whole
+from .whole import gather_whole, scatter_whole
 
 Tensors = dict[str, torch.Tensor]
 
 
-class NamedState(Protocol):
-    """An optimizer that knows its state by name: ``Muon``."""
+class HasNamedState(Protocol):
+    """``Muon``, as far as it matters here."""
 
     def named_state(self) -> State: ...
 
@@ -77,7 +74,7 @@ def set_model_state_dict(
 
 def get_optimizer_state_dict(
     model: nn.Module,
-    optimizer: NamedState | torch.optim.AdamW,
+    optimizer: HasNamedState | torch.optim.AdamW,
     *,
     full_state_dict: bool = False,
     cpu_offload: bool = False,
@@ -92,7 +89,7 @@ def get_optimizer_state_dict(
 @torch.no_grad()
 def set_optimizer_state_dict(
     model: nn.Module,
-    optimizer: NamedState | torch.optim.AdamW,
+    optimizer: HasNamedState | torch.optim.AdamW,
     state: Mapping[str, torch.Tensor],
     *,
     full_state_dict: bool = False,
@@ -119,21 +116,18 @@ def get_model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes | {name: tuple(buffer.shape) for name, buffer in _persistent_buffers(model).items()}
 
 
-# -------------------------------------------------------------------- live tensors
-
-
 def _live_model(model: nn.Module) -> Tensors:
-    named = [(canonical_fqn(name), param) for name, param in sharded_parameters(model)]
-    live = {name: param.detach() for name, param in named if not is_dedicated(param)}
+    live = {canonical_fqn(name): p.detach() for name, p in sharded_parameters(model) if not is_dedicated(p)}
     runtime = find_runtime(model)
     if runtime is not None:
         runtime.check_materialised("taking or setting its state")
-        owned = {dp.fqn: [(piece, piece.master) for piece in owned_pieces(dp)] for dp in runtime.params}
-        live |= {fqn: logical_tensor(masters) for fqn, masters in owned.items() if masters}
+        for dp in runtime.params:
+            if owned := owned_pieces(dp):
+                live[dp.fqn] = logical_tensor([(piece, piece.master) for piece in owned])
     return live | _persistent_buffers(model)
 
 
-def _live_optimizer(model: nn.Module, optimizer: NamedState | torch.optim.AdamW) -> Tensors:
+def _live_optimizer(model: nn.Module, optimizer: HasNamedState | torch.optim.AdamW) -> Tensors:
     if not isinstance(optimizer, torch.optim.AdamW):
         return flat_view(optimizer.named_state())
     return flat_view(adamw_state(optimizer, {param: canonical_fqn(name) for name, param in sharded_parameters(model)}))
@@ -141,10 +135,8 @@ def _live_optimizer(model: nn.Module, optimizer: NamedState | torch.optim.AdamW)
 
 def _persistent_buffers(model: nn.Module) -> Tensors:
     """Buffers that ``state_dict`` would hold, by canonical name."""
-    buffers = {}
-    for prefix, module in model.named_modules():
-        buffers |= _own_buffers(prefix, module)
-    return buffers
+    own = (_own_buffers(prefix, module) for prefix, module in model.named_modules())
+    return {name: buffer for buffers in own for name, buffer in buffers.items()}
 
 
 def _own_buffers(prefix: str, module: nn.Module) -> Tensors:
@@ -155,20 +147,17 @@ def _own_buffers(prefix: str, module: nn.Module) -> Tensors:
 
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Further names of parameters and buffers that have several -> the first one."""
-    first: dict[int, str] = {}
+    first: dict[nn.Parameter, str] = {}
     aliases = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(param), canonical_fqn(name)) != canonical_fqn(name):
-            aliases[canonical_fqn(name)] = first[id(param)]
+    for name, param in ((canonical_fqn(n), p) for n, p in model.named_parameters(remove_duplicate=False)):
+        if first.setdefault(param, name) != name:
+            aliases[name] = first[param]
     prefixes: dict[nn.Module, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if prefixes.setdefault(module, prefix) != prefix:
             own = _own_buffers(prefixes[module], module), _own_buffers(prefix, module)
             aliases |= {alias: name for name, alias in zip(*own, strict=True) if alias != name}
     return aliases
-
-
-# -------------------------------------------------------------------- taking and setting
 
 
 def _taken(model: nn.Module, live: Tensors, *, full_state_dict: bool, cpu_offload: bool) -> Tensors:
@@ -190,9 +179,8 @@ def _copier(model: nn.Module, *, full_state_dict: bool, broadcast_from_rank0: bo
     """The function ``(live, state, *, strict)`` that copies such a state."""
     if broadcast_from_rank0 and not full_state_dict:
         raise ValueError("broadcast_from_rank0 needs full_state_dict=True: ranks hold different parts otherwise")
-    if broadcast_from_rank0:
-        return functools.partial(broadcast_whole, device=_device(model))
-    return copy_whole if full_state_dict else _copy_parts
+    send_over = _device(model) if broadcast_from_rank0 else None
+    return functools.partial(scatter_whole, send_over=send_over) if full_state_dict else _copy_parts
 
 
 def _copy_parts(live: Tensors, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:

@@ -1,59 +1,33 @@
-"""The state of an optimizer by parameter name: ``{fqn: {state name: tensor}}``, the same keys on every rank.
+"""The state of an optimizer as plain data: ``{fqn: {state name: tensor}}``, the same keys on every rank.
 
 The tensors are live, as DCP saves and loads them in place. Where other ranks hold one, this rank has a
-``PartialTensor`` without parts under its name. A state dict of ``Muon`` is ``{"state": {fqn: {...}}, "param_groups":
-[...], "muon": {...}}``; ``muon`` is its recipe: the form of the momentum and what turned it into updates. A state dict
-made from other optimizers may also have ``fresh``: names of parameters whose state starts from zero, because those
-optimizers make none before a first gradient.
+``PartialTensor`` without parts under its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..runtime.param import DedicatedParam, Piece
-from .pieces import PartialTensor, is_absent, logical_tensor, owned_pieces, pair_parts, parts_of
+from .pieces import is_absent
 
 State = dict[str, dict[str, torch.Tensor]]
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # state name -> (shape, dtype)
 
-HEAVY_BALL = "heavy_ball"
-
-
-def dedicated_state(
-    layouts: Mapping[DedicatedParam, Layout], state_of: Callable[[Piece], Mapping[str, torch.Tensor]]
-) -> State:
-    """The state of dedicated parameters, whoever owns them; empty of a frozen one.
-
-    Args:
-        layouts: of the state of every whole parameter.
-        state_of: the state of a piece that this rank owns.
-    """
-    state: State = {dp.fqn: {} for dp in layouts}
-    for dp, layout in layouts.items():
-        if dp.spec.trainable:
-            state[dp.fqn] = {name: PartialTensor.of(shape, [], dtype) for name, (shape, dtype) in layout.items()}
-            owned = [(piece, state_of(piece)) for piece in owned_pieces(dp)]
-            for name in owned[0][1] if owned else ():
-                state[dp.fqn][name] = logical_tensor([(piece, held[name]) for piece, held in owned])
-    return state
+HEAVY_BALL = "heavy_ball"  # the form of Muon's momentum, M = mu M + G
 
 
 def adamw_state(adamw: torch.optim.AdamW, names: Mapping[torch.Tensor, str]) -> State:
-    """The state of the parameters of ``adamw`` that have a name in ``names``. Where AdamW has taken no step yet, its
-    state is created, so that DCP can load into it."""
+    """The state of the parameters of ``adamw`` that ``names`` names. Where AdamW has taken no step yet, its state is
+    created, so that DCP can load into it."""
     state: State = {}
     for group in adamw.param_groups:
         for param in (param for param in group["params"] if param in names):
             if param not in adamw.state:
-                adamw.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu"),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+                step = torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu")
+                moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                adamw.state[param] = {"step": step, **moments}
             state[names[param]] = dict(adamw.state[param])
     return state
 
@@ -61,37 +35,8 @@ def adamw_state(adamw: torch.optim.AdamW, names: Mapping[torch.Tensor, str]) -> 
 def flat_view(state: State) -> dict[str, torch.Tensor]:
     """The same tensors as ``<fqn>.<state name>``, without those of other ranks: DCP learns from the keys of every rank
     who saves and loads a tensor."""
-    return {
-        f"{fqn}.{name}": tensor
-        for fqn, values in state.items()
-        for name, tensor in values.items()
-        if not is_absent(tensor)
-    }
-
-
-def pair_state(live: State, state_dict: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each part of ``live`` with its values in a state dict; zeros of a parameter that starts fresh.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, or does not fit.
-    """
-    saved, fresh = state_dict["state"], set(state_dict.get("fresh", ()))
-    pairs = []
-    for fqn, values in live.items():
-        for name, tensor in values.items():
-            if fqn in fresh:
-                pairs += [(part, torch.zeros_like(part)) for part, _ in parts_of(tensor)[1]]
-            elif name in saved.get(fqn, {}):
-                pairs += pair_parts(f"{fqn}.{name}", tensor, saved[fqn][name])
-            else:
-                there = sorted(saved.get(fqn, {})) or "nothing"
-                raise ValueError(f"{fqn}: the state dict has {there} of it, {name} is missing")
-    if unknown := sorted(saved.keys() - live.keys()):
-        raise ValueError(f"the state dict has {unknown[0]}, which this optimizer has not")
-    return pairs
-
-
-# -------------------------------------------------------------------- state of other optimizers
+    named = ((f"{fqn}.{name}", tensor) for fqn, values in state.items() for name, tensor in values.items())
+    return {name: tensor for name, tensor in named if not is_absent(tensor)}
 
 
 def convert_ema_momentum(state: Mapping[str, Any], momentum: float) -> dict[str, Any]:
@@ -121,35 +66,27 @@ def state_dict_from_torch(
     Args:
         muon, adamw: ``state_dict()`` of each.
         muon_names, adamw_names: names of their parameters, in the order in which they were given; not needed where the
-            optimizers were built from ``named_parameters()``.
-
-    Raises:
-        ValueError: names that are missing, or not as many as parameters.
+            optimizers were built from ``named_parameters()``. Too few or none: ValueError.
     """
     state: State = {}
     fresh: list[str] = []
     for optimizer, saved, names in (("muon", muon, muon_names), ("adamw", adamw, adamw_names)):
-        name_of = _names_by_index(optimizer, saved["param_groups"], names)
-        for group in saved["param_groups"]:
+        groups = saved["param_groups"]
+        if names is None:
+            names = [name for group in groups for name in group.get("param_names", ())]
+        indices, names = [index for group in groups for index in group["params"]], list(names)
+        if not names and indices:
+            raise ValueError(
+                f"the {optimizer} state has no parameter names: pass {optimizer}_names, or build the optimizer from "
+                "named_parameters()"
+            )
+        if len(names) != len(indices):
+            raise ValueError(f"{len(names)} {optimizer}_names for {len(indices)} parameters")
+        name_of = dict(zip(indices, names, strict=True))
+        for group in groups:
             held = {name_of[i]: dict(saved["state"][i]) for i in group["params"] if i in saved["state"]}
             if optimizer == "muon":
                 held = convert_ema_momentum({"state": held}, group["momentum"])["state"]
             state |= held
             fresh += [name_of[i] for i in group["params"] if i not in saved["state"]]
     return {"state": state, "muon": {"momentum_form": HEAVY_BALL}, "fresh": fresh}
-
-
-def _names_by_index(optimizer: str, groups: Iterable[Mapping[str, Any]], names: Iterable[str] | None) -> dict[int, str]:
-    """The names of parameters by the index that PyTorch's state dict has for them."""
-    indices = [index for group in groups for index in group["params"]]
-    if names is None:
-        if any("param_names" not in group for group in groups):
-            raise ValueError(
-                f"the {optimizer} state has no parameter names: pass {optimizer}_names, or build the optimizer from "
-                "named_parameters()"
-            )
-        names = [name for group in groups for name in group["param_names"]]
-    names = list(names)
-    if len(names) != len(indices):
-        raise ValueError(f"{len(names)} {optimizer}_names for {len(indices)} parameters")
-    return dict(zip(indices, names, strict=True))

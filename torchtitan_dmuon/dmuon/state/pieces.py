@@ -16,6 +16,13 @@ Size = tuple[int, ...]
 Part = tuple[torch.Tensor, Size]  # a part of a larger tensor, and the offset at which it begins
 
 
+def _on_each_part(method: Callable[..., torch.Tensor]) -> Callable[..., PartialTensor]:
+    def mapped(self: PartialTensor, *args: Any, **kwargs: Any) -> PartialTensor:
+        return self._map(lambda part: method(part, *args, **kwargs))
+
+    return mapped
+
+
 class PartialTensor(torch.Tensor):
     """The parts of a larger tensor that this rank holds, in the form DCP asks a tensor for. Unlike a DTensor's shard
     they are any number and of any size. ``size()`` is that of the whole; memory is shared with the parts."""
@@ -25,12 +32,8 @@ class PartialTensor(torch.Tensor):
 
     @staticmethod
     def of(whole: Sequence[int], parts: list[Part], dtype: torch.dtype | None = None) -> PartialTensor:
-        """
-        Args:
-            whole: size of the whole tensor, (8, 768, 3072).
-            parts: [(tensor (2, 768, 3072), its offset (4, 0, 0)), ...]. Empty where other ranks hold all of it.
-            dtype: needed where there are no parts.
-        """
+        """Of a whole of size (8, 768, 3072), parts may be [(tensor (2, 768, 3072), its offset (4, 0, 0)), ...]. Where
+        other ranks hold all of it, there are no parts, and ``dtype`` must be given."""
         like = parts[0][0].detach() if parts else torch.empty(0, dtype=dtype)
         partial = torch.Tensor._make_subclass(PartialTensor, like)
         partial._whole, partial._parts = tuple(whole), parts
@@ -39,20 +42,11 @@ class PartialTensor(torch.Tensor):
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PartialTensor:
         return PartialTensor.of(self._whole, [(change(part), offset) for part, offset in self._parts], self.dtype)
 
+    clone, detach = _on_each_part(torch.Tensor.clone), _on_each_part(torch.Tensor.detach)
+    cpu, to = _on_each_part(torch.Tensor.cpu), _on_each_part(torch.Tensor.to)
+
     def __deepcopy__(self, memo: dict) -> PartialTensor:
         return self._map(lambda part: part.detach().clone())
-
-    def clone(self, *args: Any, **kwargs: Any) -> PartialTensor:
-        return self._map(lambda part: part.clone(*args, **kwargs))
-
-    def detach(self) -> PartialTensor:
-        return self._map(torch.Tensor.detach)
-
-    def cpu(self, *args: Any, **kwargs: Any) -> PartialTensor:
-        return self._map(lambda part: part.cpu(*args, **kwargs))
-
-    def to(self, *args: Any, **kwargs: Any) -> PartialTensor:
-        return self._map(lambda part: part.to(*args, **kwargs))
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         return PartialTensor.of, (self._whole, self._parts, self.dtype)
@@ -110,11 +104,8 @@ def slices_of(offset: Size, size: Sequence[int]) -> tuple[slice, ...]:
 
 
 def pair_parts(name: str, live: torch.Tensor, saved: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each part of ``live`` with its values in ``saved``, which is a whole tensor or has the same parts.
-
-    Raises:
-        ValueError: ``saved`` is no tensor, has another shape, or lacks a part.
-    """
+    """Each part of ``live`` with its values in ``saved``, which is a whole tensor or has the same parts. Raises
+    ValueError where it is neither."""
     if not isinstance(saved, torch.Tensor):
         raise ValueError(f"{name} is a {type(saved).__name__} in the state dict, expected a tensor")
     (whole, parts), (saved_whole, saved_parts) = parts_of(live), parts_of(saved)

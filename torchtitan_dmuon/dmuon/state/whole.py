@@ -3,7 +3,7 @@ was not asked for. Everything here is collective over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,83 +22,72 @@ def gather_whole(live: Tensors, device: torch.device, keep_on: torch.device | No
         device: of the communication.
         keep_on: where this rank keeps the copies; ``None``: nowhere, it only takes part and gets an empty dict.
     """
-    held = {name: parts_of(tensor) for name, tensor in live.items()}
-    everyone = _all_gather(
-        {n: (whole, [(at, tuple(part.shape), part.dtype) for part, at in parts]) for n, (whole, parts) in held.items()}
-    )
+    mine = {(name, offset): part for name, tensor in live.items() for part, offset in parts_of(tensor)[1]}
+    layout = {at: (parts_of(live[at[0]])[0], tuple(part.shape), part.dtype) for at, part in mine.items()}
+    plan: dict[tuple[str, Size], tuple] = {}
+    for rank, there in enumerate(_all_gather(layout)):
+        for at, told in there.items():
+            plan.setdefault(at, (rank, *told))
     gathered: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for there in everyone for name in there):
-        whole = next(there[name][0] for there in everyone if name in there)
-        senders: dict[Size, tuple[int, Size, torch.dtype]] = {}
-        for rank, there in enumerate(everyone):
-            for offset, size, dtype in there[name][1] if name in there else ():
-                senders.setdefault(offset, (rank, size, dtype))
-        own = {offset: part for part, offset in held[name][1]} if name in held else {}
-        for offset, (sender, size, dtype) in sorted(senders.items()):
-            if sender == dist.get_rank():
-                part = own[offset].detach().to(device).contiguous()
-            else:
-                part = torch.empty(size, dtype=dtype, device=device)
-            dist.broadcast(part, sender)
-            if keep_on is not None:
-                if name not in gathered:
-                    gathered[name] = torch.empty(whole, dtype=dtype, device=keep_on)
-                gathered[name][slices_of(offset, size)].copy_(part)
+    for (name, offset), (sender, whole, size, dtype) in plan.items():
+        own = mine[name, offset] if sender == dist.get_rank() else None
+        part = _broadcast(own, sender, size, dtype, device)
+        if keep_on is not None:
+            if name not in gathered:
+                gathered[name] = torch.empty(whole, dtype=dtype, device=keep_on)
+            gathered[name][slices_of(offset, size)].copy_(part)
     return gathered
 
 
 @torch.no_grad()
-def copy_whole(live: Tensors, state: Tensors, *, strict: bool) -> None:
-    """Copy into this rank's parts from whole tensors that every rank has.
+def scatter_whole(live: Tensors, state: Tensors, send_over: torch.device | None, *, strict: bool) -> None:
+    """Copy whole tensors into this rank's parts.
 
     Args:
         live: this rank's tensors by name.
         state: whole tensors by name, on any device.
+        send_over: the device over which rank 0 sends its ``state``, the only one that is read; ``None``: every rank has
+            one, and nothing is sent.
         strict: a tensor missing from ``state``, or in it without being here, is an error.
 
     Raises:
         KeyError, ValueError: on every rank, naming the first tensor that is missing, unknown or of another shape.
     """
-    _raise_first(_problem(_all_sizes(live), state, strict))
-    for name in live.keys() & state.keys():
-        for part, values in pair_parts(name, live[name], state[name]):
+    everyone = _all_gather({name: parts_of(tensor)[0] for name, tensor in live.items()})
+    sizes = {name: size for there in everyone for name, size in there.items()}
+    is_read = send_over is None or dist.get_rank() == 0
+    for problem in _all_gather(_problem(sizes, state, strict) if is_read else None):
+        if problem is not None:
+            raise problem
+    for name, whole in state.items() if send_over is None else _sent(state, sizes, send_over):
+        for part, values in pair_parts(name, live[name], whole) if name in live else ():
             part.copy_(values)
 
 
-@torch.no_grad()
-def broadcast_whole(live: Tensors, state: Tensors, device: torch.device, *, strict: bool) -> None:
-    """As :func:`copy_whole`, from the whole tensors that rank 0 has, broadcast over ``device``."""
-    sizes, is_first = _all_sizes(live), dist.get_rank() == 0
-    _raise_first(_problem(sizes, state, strict) if is_first else None)
+def _sent(state: Tensors, sizes: Mapping[str, Size], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     order = [[(name, tensor.dtype) for name, tensor in state.items() if name in sizes]]
     dist.broadcast_object_list(order, src=0)
     for name, dtype in order[0]:
-        if is_first:
-            whole = state[name].detach().to(device).contiguous()
-        else:
-            whole = torch.empty(sizes[name], dtype=dtype, device=device)
-        dist.broadcast(whole, 0)
-        for part, values in pair_parts(name, live[name], whole) if name in live else ():
-            part.copy_(values)
+        mine = state[name] if dist.get_rank() == 0 else None
+        yield name, _broadcast(mine, 0, sizes[name], dtype, device)
+
+
+def _broadcast(
+    mine: torch.Tensor | None, sender: int, size: Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``mine`` of the rank ``sender``; the others pass ``None``."""
+    if mine is None:
+        tensor = torch.empty(size, dtype=dtype, device=device)
+    else:
+        tensor = mine.detach().to(device).contiguous()
+    dist.broadcast(tensor, sender)
+    return tensor
 
 
 def _all_gather(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
-
-
-def _all_sizes(live: Tensors) -> dict[str, Size]:
-    """Of every tensor that some rank holds a part of."""
-    everyone = _all_gather({name: parts_of(tensor)[0] for name, tensor in live.items()})
-    return {name: whole for there in everyone for name, whole in there.items()}
-
-
-def _raise_first(problem: Exception | None) -> None:
-    """On every rank, the problem of the first rank that has one."""
-    for found in _all_gather(problem):
-        if found is not None:
-            raise found
 
 
 def _problem(sizes: Mapping[str, Size], state: Tensors, strict: bool) -> Exception | None:
