@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw as adamw_update
-from torch.profiler import record_function
+from torch.optim.adamw import adamw
 
 from ..runtime.param import Piece
 
@@ -31,7 +30,7 @@ def update_pieces(
     if found_inf is not None:
         skip = torch.maximum(skip, found_inf)
     step = states[0]["step"]
-    adamw_update(
+    adamw(
         [piece.master for piece in pieces],
         [piece.grad.to(piece.master.dtype) for piece in pieces],
         [state["exp_avg"] for state in states],
@@ -52,50 +51,29 @@ def update_pieces(
         piece.refresh_compute_weight()
 
 
-class PlainAdamW:
-    """PyTorch's own AdamW over the parameters that are not dedicated: one for each parameter group that has some."""
+def build_plain(
+    groups: Sequence[dict[str, Any]], dedicated: Collection[torch.Tensor], implementation: str, state: dict
+) -> torch.optim.AdamW | None:
+    """PyTorch's own AdamW over the parameters that are not dedicated, if there are any, on the ``state`` of the whole
+    optimizer. Its groups know the one they are of, ``outer``, and keep DTensors of different meshes apart: no fused
+    kernel takes them together."""
+    inner = []
+    for group in groups:
+        kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        for param in group["params"]:
+            if param not in dedicated:
+                kinds[param.device_mesh if isinstance(param, DTensor) else None].append(param)
+        inner += [{"params": params, "outer": group} for params in kinds.values()]
+    if not inner:
+        return None
+    plain = torch.optim.AdamW(inner, fused=implementation == "fused", foreach=implementation == "foreach")
+    plain.state = state
+    return plain
 
-    def __init__(self, implementation: str) -> None:
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"adamw_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-        self.implementation = implementation
-        self.optimizers: list[tuple[dict[str, Any], torch.optim.AdamW]] = []
 
-    def build(self, groups: Sequence[dict[str, Any]], dedicated: Collection[torch.Tensor], state: dict) -> None:
-        """``state`` is that of the whole optimizer. The inner groups keep DTensors of different meshes apart: no fused
-        kernel takes them together."""
-        for group in groups:
-            kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
-            for param in group["params"]:
-                if param not in dedicated:
-                    kinds[param.device_mesh if isinstance(param, DTensor) else None].append(param)
-            if kinds:
-                options = {name: self.implementation == name for name in ("fused", "foreach")}
-                adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], **options)
-                adamw.state = state
-                self.optimizers.append((group, adamw))
-
-    def flag(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """``found_inf`` as :meth:`step` takes it. Raises ValueError where the kernels would not look at it."""
-        if found_inf is None:
-            return None
-        if self.optimizers and self.implementation != "fused":
-            raise ValueError(
-                f"found_inf needs adamw_implementation='fused', this optimizer has {self.implementation!r}"
-            )
-        # A summed flag may be 2; PyTorch's fused AdamW skips at 1 only, and takes the flag off its step count.
-        return (found_inf != 0).float()
-
-    def step(self, found_inf: torch.Tensor | None) -> None:
-        """One step by the hyperparameters of the groups. Nothing moves where ``found_inf`` is one."""
-        for group, adamw in self.optimizers:
-            for inner in adamw.param_groups:
-                inner.update({key: group[key] for key in ("lr", "betas", "weight_decay", "eps")})
-            with record_function(f"dmuon/adamw {group['group_name']}"):
-                if found_inf is None:
-                    adamw.step()
-                else:
-                    # The protocol of torch.amp.GradScaler, which the fused kernels implement.
-                    adamw.found_inf, adamw.grad_scale = found_inf, None
-                    adamw.step()
-                    del adamw.found_inf, adamw.grad_scale
+def step_plain(plain: torch.optim.AdamW, found_inf: torch.Tensor | None) -> None:
+    """One step by the hyperparameters of the outer groups. Nothing moves where ``found_inf`` is one."""
+    for inner in plain.param_groups:
+        inner.update({key: inner["outer"][key] for key in ("lr", "betas", "weight_decay", "eps")})
+    plain.found_inf, plain.grad_scale = found_inf, None  # as torch.amp.GradScaler tells fused kernels
+    plain.step()

@@ -18,7 +18,7 @@ from ..ownership.classify import canonical_fqn
 from ..runtime.handle import Runtime, runtime_of
 from ..runtime.param import Piece
 from ..transport.torch_private import drop_fsdp_gradients, sharded_parameters
-from .adamw import PlainAdamW, update_pieces
+from . import adamw
 from .groups import lower_param_groups
 from .matrices import MatrixView
 from .named_state import NamedState
@@ -87,13 +87,15 @@ class Muon(NamedState):
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
+        if adamw_implementation not in adamw.IMPLEMENTATIONS:
+            known = f"one of {adamw.IMPLEMENTATIONS}"
+            raise ValueError(f"adamw_implementation must be {known}, got {adamw_implementation!r}")
         if not isinstance(ns_backend, NewtonSchulz):
             ns_backend = NewtonSchulz(ns_backend, steps=ns_steps)
         adjust = NorMuon(normuon_beta2)  # checks its argument also where it is not used
         self.normuon = adjust if normuon else None
         self.newton_schulz = ns_backend
         self.rule = UpdateRule(ns_backend, scale, cautious_weight_decay, self.normuon)
-        self._plain_adamw = PlainAdamW(adamw_implementation)
         self.runtime = runtime_of(model)
         self._check_runtime()
         self.qk_clip = qk_clip
@@ -117,7 +119,9 @@ class Muon(NamedState):
         super().__init__(groups, defaults={})
         self.names = {param: name for name, param in trainable.items()} | {dp.param: dp.fqn for dp in dedicated}
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._plain_adamw.build(self.param_groups, {dp.param for dp in dedicated}, self.state)
+        self._adamw_implementation = adamw_implementation
+        left_out = {dp.param for dp in dedicated}
+        self._plain_adamw = adamw.build_plain(self.param_groups, left_out, adamw_implementation, self.state)
         self._lay_out()
 
     def _check_runtime(self) -> None:
@@ -151,11 +155,7 @@ class Muon(NamedState):
         self._adamw_pieces = [(group_of[param], pieces) for param, pieces in adamw_pieces.items()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is built, for PyTorch's constructor: its state is laid out then.
-
-        Raises:
-            RuntimeError: afterwards.
-        """
+        """For PyTorch's constructor. Raises RuntimeError afterwards: the state is laid out once."""
         if "_stacks" in vars(self):
             raise RuntimeError("Muon takes no further parameters: build it anew with all of its param_groups")
         super().add_param_group(param_group)
@@ -179,7 +179,13 @@ class Muon(NamedState):
         Raises:
             ValueError: ``found_inf`` with an AdamW that is not fused.
         """
-        found_inf = self._plain_adamw.flag(found_inf)
+        if found_inf is not None:
+            if self._plain_adamw is not None and self._adamw_implementation != "fused":
+                raise ValueError(
+                    f"found_inf needs adamw_implementation='fused', this optimizer has {self._adamw_implementation!r}"
+                )
+            # A summed flag may be 2; PyTorch's fused AdamW skips at 1 only, and takes the flag off its step count.
+            found_inf = (found_inf != 0).float()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -188,7 +194,9 @@ class Muon(NamedState):
         if self.runtime.schedule.has_gradients:
             self._update_owned(found_inf)
             self.runtime.publish()
-        self._plain_adamw.step(found_inf)
+        if self._plain_adamw is not None:
+            with record_function("dmuon/adamw (FSDP2)"):
+                adamw.step_plain(self._plain_adamw, found_inf)
         self.zero_grad()
         for module in self._fsdp_modules:
             module.reshard()  # FSDP2 leaves its root unsharded after a forward without backward: stale from here on
@@ -203,7 +211,7 @@ class Muon(NamedState):
                 stack.update(found_inf)
         for group, pieces in self._adamw_pieces:
             with record_function(f"dmuon/adamw {pieces[0].fqn}"):
-                update_pieces(pieces, [self.state_of(piece) for piece in pieces], group, found_inf)
+                adamw.update_pieces(pieces, [self.state_of(piece) for piece in pieces], group, found_inf)
         if self.qk_clip is not None:
             self.qk_clip.after_update(self.runtime, found_inf)
 

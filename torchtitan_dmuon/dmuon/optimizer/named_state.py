@@ -17,7 +17,6 @@ from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam, Piece
 from ..state.optimizer import HEAVY_BALL, State, adamw_state
 from ..state.pieces import PartialTensor, logical_tensor, owned_pieces, pair_parts, parts_of
-from .adamw import PlainAdamW
 from .groups import saved_hyperparameters
 from .normuon import NorMuon
 from .stack import UpdateRule
@@ -33,7 +32,7 @@ class NamedState(torch.optim.Optimizer):
     names: dict[torch.Tensor, str]
     rule: UpdateRule
     normuon: NorMuon | None
-    _plain_adamw: PlainAdamW
+    _plain_adamw: torch.optim.AdamW | None
 
     def _layout(self, spec: ParamSpec, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of each state, by name, of a dedicated parameter or a piece of it of this shape."""
@@ -62,9 +61,7 @@ class NamedState(torch.optim.Optimizer):
             owned = [(piece, self.state_of(piece)) for piece in owned_pieces(dp)]
             for name in owned[0][1] if owned else ():
                 state[dp.fqn][name] = logical_tensor([(piece, held[name]) for piece, held in owned])
-        for _, adamw in self._plain_adamw.optimizers:
-            state |= adamw_state(adamw, self.names)
-        return state
+        return state if self._plain_adamw is None else state | adamw_state(self._plain_adamw, self.names)
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, hyperparameters by group, and the recipe: see ``named_state.py``. The same keys on
