@@ -63,7 +63,7 @@ def code_blocks(name: str) -> list[CodeBlock]:
 # -------------------------------------------------------------------- snippets
 
 
-@distributed(world=2)
+@distributed(world=2, new_processes=True)
 def run_snippets(rank, world, name, folder):
     blocks = code_blocks(name)
     expected = {block.follows: block for block in blocks if block.language == "text" and block.follows}

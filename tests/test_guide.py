@@ -122,7 +122,7 @@ def on_mesh(model, hsdp, world, **options):
 
 
 @pytest.mark.parametrize("hsdp", [False, True], ids=["1-D", "2x2"])
-@distributed(world=4, timeout=150)
+@distributed(world=4, timeout=150, new_processes=True)
 def test_the_guide_from_top_to_bottom(rank, world, hsdp):
     # --- Predicates: three common ones
     by_name = lambda n, p: "proj" in n and p.ndim == 2  # noqa: E731
@@ -236,7 +236,7 @@ def test_the_guide_from_top_to_bottom(rank, world, hsdp):
 
 
 @pytest.mark.parametrize("hsdp", [False, True], ids=["1-D", "2x2"])
-@distributed(world=4, timeout=150)
+@distributed(world=4, timeout=150, new_processes=True)
 def test_semantic_groups_and_type_split_routing(rank, world, hsdp):
     # --- Type-split routing: everything dedicated, three routes, one dtype policy
     model = MyModel()
@@ -309,7 +309,7 @@ def test_semantic_groups_and_type_split_routing(rank, world, hsdp):
     assert {dp.spec.route for dp in dmuon.get_dedicated_params(hinted)} == {"muon", "adamw"}
 
 
-@distributed(world=4)
+@distributed(world=4, new_processes=True)
 def test_the_barrier_of_the_guide_changes_no_number(rank, world):
     import os
 

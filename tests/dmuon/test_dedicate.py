@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.support.harness import DEVICE, EVERY_ROUTE, assert_same, build, flat_mesh, full_weights, train, weights_of
+from tests.support.harness import EVERY_ROUTE, assert_same, build, flat_mesh, full_weights, train, weights_of
+from tests.support.meshes import DEVICE, mesh_of
 from tests.support.oracle import Block, OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
 
 
-@distributed(world=4)
+@distributed(world=4, new_processes=True)
 def test_the_guides_first_five_steps(rank, world):
     """The snippets of the guide, in its order, on a 1-D mesh."""
     records = []
@@ -181,7 +182,7 @@ def test_wrong_order_and_wrong_selections_raise_on_every_rank(rank, world):
         with pytest.raises(ValueError, match=message):
             dmuon.dedicate_params(fresh, mesh, **arguments)
     with pytest.raises(ValueError, match="mesh must be 1-D"):
-        dmuon.dedicate_params(fresh, init_device_mesh(DEVICE, (1, world)), predicate=is_proj)
+        dmuon.dedicate_params(fresh, mesh_of(replicate=1, dp=world), predicate=is_proj)
     # None of the refusals has touched the model.
     assert not any(p.isnan().any() for p in fresh.parameters())
     dmuon.dedicate_params(fresh, mesh, predicate=is_proj)

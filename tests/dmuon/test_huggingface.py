@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dmuon
-from tests.support.harness import assert_same, full_weights, unique_names, weights_of
+from tests.support.harness import assert_same, full_weights, weights_of
+from tests.support.meshes import mesh_of
 from tests.support.oracle import orthogonalize
 from tests.support.pool import distributed
 
@@ -135,7 +135,7 @@ def ragged_labels(step, rank):
 def dedicate(family, world, mode="z3", **kwargs):
     model = make(family)
     names = selection(model)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=unique_names("dp"))
+    mesh = mesh_of(dp=world)
     dmuon.dedicate_params(model, mesh, predicate=lambda n, p: n in names, mode=mode, **kwargs)
     for layer in model.get_submodule(FAMILIES[family][4]):
         fully_shard(layer, mesh=mesh)

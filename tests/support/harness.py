@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from tests.support.meshes import DEVICE, mesh_of
 from tests.support.oracle import ToyModel, batch, is_proj, loss_of
 
 
@@ -39,16 +36,15 @@ def build(
         data_mesh = flat_mesh(world)
         dmuon.dedicate_params(model, data_mesh, predicate=predicate, **dedicate)
     else:
-        names = unique_names("replicate", "shard", "tp")
-        grid = init_device_mesh(DEVICE, (replicate, size, tp), mesh_dim_names=names)
+        grid = mesh_of(replicate=replicate, shard=size, tp=tp)
         if tp > 1:
             for layer in model.layers:
-                parallelize_module(layer, grid[names[2]], tensor_parallel_plan())
-            dedicate["tp_mesh"] = grid[names[2]]
+                parallelize_module(layer, grid["tp"], tensor_parallel_plan())
+            dedicate["tp_mesh"] = grid["tp"]
         if replicate > 1:
-            dedicate["replicate_mesh"] = grid[names[0]]
-        dmuon.dedicate_params(model, grid[names[1]], predicate=predicate, **dedicate)
-        data_mesh = grid[names[:2]] if replicate > 1 else grid[names[1]]
+            dedicate["replicate_mesh"] = grid["replicate"]
+        dmuon.dedicate_params(model, grid["shard"], predicate=predicate, **dedicate)
+        data_mesh = grid["replicate", "shard"] if replicate > 1 else grid["shard"]
     if shard:
         for layer in model.layers:
             fully_shard(layer, mesh=data_mesh, **(fsdp or {}))
@@ -56,7 +52,6 @@ def build(
     return model, dmuon.Muon(model, **(muon or {})) if optimizer else None
 
 
-DEVICE = os.environ.get("DMUON_TEST_DEVICE", "cpu")
 needs_dtensor_collectives = pytest.mark.skipif(DEVICE == "cuda", reason="they crash over gloo on CUDA (torch 2.11)")
 # Newton-Schulz runs in float16 on CUDA: 5e-3 of an update of lr * 0.2 * sqrt(37) = 0.024, over a few steps.
 _CUDA_TOLERANCE = 2e-3
@@ -88,26 +83,15 @@ class CountingNewtonSchulz(dmuon.NewtonSchulz):
         return super().iterate(x)
 
 
-_COUNTER = itertools.count()
-
-
 def usable(meshes):
     """Of these (as ``build`` takes them): tensor parallelism needs DTensor's collectives."""
     crashing = DEVICE == "cuda" and dist.get_backend() == "gloo"
     return [mesh for mesh in meshes if not crashing or mesh[2] == 1]
 
 
-def unique_names(*names):
-    """Mesh dimension names of their own: DTensor caches decisions by mesh, equal meshes are one to it, and the groups
-    of an earlier test are gone."""
-    number = next(_COUNTER)
-    return tuple(f"{name}_{number}" for name in names)
-
-
 def flat_mesh(world):
     """A 1-D mesh of all ranks."""
-    # From the group that is there: init_device_mesh would add NCCL to it on CUDA, which refuses a shared GPU.
-    return DeviceMesh.from_group(dist.group.WORLD, DEVICE, mesh_dim_names=unique_names("dp"))
+    return mesh_of(dp=world)
 
 
 def data_rank(rank, mesh):

@@ -1,8 +1,10 @@
 """One pool of worker processes per world size, reused by every distributed test.
 
-``@distributed(world=4)`` turns ``def test_x(rank, world, ...)`` into a test that runs the body on every worker with a
-fresh gloo process group. The first failure is reported with the rank's traceback; a test that outlives its timeout
-has its workers' stacks dumped and the pool killed, so nothing hangs and the next test gets a fresh pool.
+``@distributed(world=4)`` turns ``def test_x(rank, world, ...)`` into a test that runs the body on every worker, in a
+gloo process group that all tests of the pool share: the groups that a test makes end with it, those of the meshes of
+``tests.support.meshes`` stay, and with them what DTensor has found out about them. The first failure is reported with
+the rank's traceback; a test that outlives its timeout has its workers' stacks dumped. After either the pool is killed,
+so nothing hangs and the next test gets a fresh one.
 
 Workers are forked from one warm process that has imported torch, the runtime and the trainer (tests/support/warm.py),
 so that a fresh pool costs some hundredths of a second.
@@ -27,10 +29,13 @@ from multiprocessing.connection import Connection, wait
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.support.meshes import groups_of_meshes
 
 _GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
-# DTensor's caches keep the meshes of finished tests, and their groups' threads: fresh processes every so many tests.
-_JOBS_PER_PROCESS = 60
+_JOBS_PER_PROCESS = 100
+_GROUP_TIMEOUT = timedelta(minutes=10)  # longer than any test's own
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,17 @@ class Job:
         function = vars(importlib.import_module(self.module))[self.name]
         if not self.grouped:
             return function(rank, world, **self.kwargs)
-        patience = timedelta(seconds=self.timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-        try:
-            function.body(rank, world, **self.kwargs)
-            # A rank must not tear the group down while another still communicates.
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
-            gc.collect()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_GROUP_TIMEOUT)
+        # The groups of this test meet by keys of their own: those of an earlier test had the same names.
+        distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", store)
+        function.body(rank, world, **self.kwargs)
+        gc.collect()
+        # A rank must not end a group while another still communicates.
+        dist.barrier()
+        kept = {dist.group.WORLD, *groups_of_meshes()}
+        for group in [group for group in distributed_c10d._world.pg_map if group not in kept]:
+            dist.destroy_process_group(group)
 
 
 def _worker(rank: int, world: int, pipe: Connection, port: int) -> None:
@@ -147,7 +154,7 @@ class WorkerPool:
                 if self._workers[rank][0].is_alive():
                     os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
             time.sleep(0.5)
-        if late or any("worker process died" in error for error in failures.values()):
+        if late or failures:  # no telling what its groups are in the middle of
             self.stop(kill=True)
         if failures:
             told = "\n".join(f"--- rank {rank}\n{error}" for rank, error in sorted(failures.items()))
@@ -180,8 +187,10 @@ def stop_all() -> None:
 
 
 def distributed(world: int, timeout: float = 90.0, new_processes: bool = False):
-    """Run the decorated ``test(rank, world, **fixtures)`` on ``world`` worker processes; ``new_processes`` when another
-    test's meshes would be in the way: DTensor's caches outlive the groups of a mesh of the same name and shape."""
+    """Run the decorated ``test(rank, world, **fixtures)`` on ``world`` worker processes.
+
+    ``new_processes`` is for a test that makes meshes itself (DTensor's caches outlive the groups of a mesh and take the
+    next one of the same names and shape for it) and for one whose ranks make different numbers of groups."""
     run = run_in_new_processes if new_processes else run_in_pool
 
     def decorate(body):

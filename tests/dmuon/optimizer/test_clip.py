@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -20,6 +19,7 @@ from tests.support.harness import (
     full_weights,
     weights_of,
 )
+from tests.support.meshes import mesh_of
 from tests.support.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
 from torchtitan_dmuon.dmuon.optimizer.clip import clip_gradients_, combine_norms, local_parts
@@ -127,7 +127,7 @@ def test_without_gradients_the_norm_is_zero(rank, world):
 def test_norm_over_different_meshes(rank, world):
     """One sharded over both dimensions, two sharded and replicated, one replicated, a plain one that this rank alone
     has, a plain one that all have alike; some ranks hold empty shards (pytorch 150862 and 180346)."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(dp=2, tp=2)
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(shape, generator=generator) for shape in ((5, 3), (3, 8), (7,), (1, 2))]
     placements = [
@@ -197,7 +197,7 @@ def test_lanes_reach_every_rank_once(rank, world, mesh):
 @distributed(world=4)
 def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
     """What FSDP2 makes beside tensor parallelism: sharded over dp, held alike by every tp column."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = mesh_of(dp=2, tp=2)
     generator = torch.Generator().manual_seed(0)
     split, same, deep, pair = (torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (3, 8), (4, 2)))
     gradients = [

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dmuon
-from tests.support.harness import EVERY_ROUTE, assert_same, build, data_rank, full_gradients, full_tensor, unique_names
+from tests.support.harness import EVERY_ROUTE, assert_same, build, data_rank, full_gradients, full_tensor
+from tests.support.meshes import mesh_of
 from tests.support.oracle import ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
 
@@ -26,7 +26,7 @@ def test_over_meshes_with_one_collective(rank, world):
     """DTensors on another mesh beside plain gradients. A missing gradient is left out, the norm of an empty bucket is
     zero, and a bucket within its bound stays as it is."""
     _, optimizer = build(world)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=unique_names("dp", "tp"))
+    mesh = mesh_of(dp=2, tp=2)
     generator = torch.Generator().manual_seed(0)
     full = gradients(generator, (5, 3), (3, 8), (7,))
     alike = gradients(generator, (4,))

@@ -7,7 +7,6 @@ from torch import nn
 
 import dmuon
 from tests.support.harness import (
-    DEVICE,
     CountingNewtonSchulz,
     assert_same,
     build,
@@ -16,10 +15,10 @@ from tests.support.harness import (
     full_weights,
     needs_dtensor_collectives,
     train,
-    unique_names,
     usable,
     weights_of,
 )
+from tests.support.meshes import mesh_of
 from tests.support.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
 
@@ -344,18 +343,16 @@ def test_the_trainers_collectives_in_between(rank, world, policy):
 @needs_dtensor_collectives
 @distributed(world=4)
 def test_meshes_that_do_not_fit_are_refused(rank, world):
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    dp, tp = unique_names("dp", "tp")
-    grid = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=(dp, tp))
+    grid = mesh_of(dp=2, tp=2)
     with pytest.raises(ValueError, match="mesh must be 1-D"):
         dmuon.dedicate_params(ToyModel(), grid, predicate=is_proj)
     with pytest.raises(ValueError, match="overlap"):
-        dmuon.dedicate_params(ToyModel(), grid[dp], predicate=is_proj, replicate_mesh=grid[dp])
+        dmuon.dedicate_params(ToyModel(), grid["dp"], predicate=is_proj, replicate_mesh=grid["dp"])
     model = ToyModel()
-    parallelize_module(model.layers[0], grid[tp], {"up_proj": ColwiseParallel()})
+    parallelize_module(model.layers[0], grid["tp"], {"up_proj": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"layers\.0\.up_proj\.weight is a DTensor over"):
-        dmuon.dedicate_params(model, grid[tp], predicate=is_proj, tp_mesh=grid[dp])
-    dmuon.dedicate_params(model, grid[dp], predicate=is_proj)  # tp_mesh found from the parameters
+        dmuon.dedicate_params(model, grid["tp"], predicate=is_proj, tp_mesh=grid["dp"])
+    dmuon.dedicate_params(model, grid["dp"], predicate=is_proj)  # tp_mesh found from the parameters
     assert model._dmuon_runtime.grid.shape == (1, 2, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import DEVICE
+from tests.support.meshes import DEVICE
 from tests.support.pool import distributed
 from torchtitan_dmuon.dmuon.transport.lane import Lane, Pending, _adjacent
 

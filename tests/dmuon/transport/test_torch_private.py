@@ -224,7 +224,7 @@ def test_models_without_dedicated_parameters_move_freely():
 # ------------------------------------------------------------------ process groups
 
 
-@distributed(world=4)
+@distributed(world=4, new_processes=True)
 def test_group_like_inherits_members_backend_and_timeout(rank, world):
     """Made among its members only: the two halves do not know of each other, and one makes more groups."""
     cpu = torch.device("cpu")
@@ -263,7 +263,7 @@ def test_isolated_groups_of_a_dedicated_model(rank, world):
     assert lanes.unshard.group is lanes.reduce.group is mesh.get_group()
 
 
-@distributed(world=2)
+@distributed(world=2, new_processes=True)
 def test_set_group_timeout(rank, world):
     """Seen from outside: a collective that the other rank never joins gives up after it."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
