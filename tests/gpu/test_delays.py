@@ -50,7 +50,7 @@ def train_behind_slow_reductions(rank, world, mesh, slow, steps=3):
             tokens, labels = batch(2 * step + micro_batch, data_rank(rank, mesh))
             loss_of(model(tokens), labels).backward()
         if slow:
-            with optimizer.runtime.lanes.side_stream("reduce", always=True):
+            with optimizer.runtime.lanes.side_stream("reduce"):
                 torch.cuda._sleep(100_000_000)  # cycles, some 50 ms
         optimizer.step()
     return full_weights(model)
