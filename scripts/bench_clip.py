@@ -9,6 +9,7 @@ as many bytes: read once for the norm, read and written once for scaling.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import torch
 from bench_common import describe, table, time_ms
@@ -22,10 +23,11 @@ from torchtitan_dmuon.distributed import init_distributed
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="1B", choices=sorted(flavors))
-    flavor = flavors[parser.parse_args().flavor]
+    args = flavors[parser.parse_args().flavor]
+    args = dataclasses.replace(args, vocab_size=args.vocab_size or 128256)
     device = init_distributed(Comm())
     with torch.device("meta"):
-        model = Llama3(flavor)
+        model = Llama3(args)
     mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
     dmuon.dedicate_params(model, mesh)
     dmuon.materialize(model, lambda _, tensor: tensor.normal_(std=0.02), device)
