@@ -2,11 +2,9 @@
 before stays loadable."""
 
 import contextlib
-import multiprocessing as mp
 import os
 import resource
 import shutil
-import socket
 import subprocess
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.harness import assert_same, build
-from tests.support.pool import distributed
+from tests.support.pool import distributed, free_port, warm_context
 from tests.support.toy import Toy, build_toy, checkpointer, everything, state_at, step
 from tests.support.training import tiny, train, write_corpus
 from tests.test_trainer import assert_refused
@@ -165,11 +163,8 @@ def loads_step_1(rank, world, folder):
 @pytest.mark.dist
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_rank_dies_in_the_middle_of_a_save(tmp_path, mode):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    context = mp.get_context("spawn")
-    answers = context.Queue()
+    context = warm_context()
+    answers, port = context.Queue(), free_port()
     ranks = [
         context.Process(target=_rank_that_may_die, args=(rank, port, str(tmp_path), mode, answers)) for rank in range(2)
     ]

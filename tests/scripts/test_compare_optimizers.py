@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support.training import ROOT, write_corpus
+from torchtitan_dmuon.config import load_config
 
 spec = importlib.util.spec_from_file_location("compare_optimizers", ROOT / "scripts" / "compare_optimizers.py")
 compare = importlib.util.module_from_spec(spec)
@@ -37,17 +38,22 @@ def test_an_unknown_variant_is_refused(capsys):
     assert "unknown variant 'sophia'; known: polar_express, you, kj" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", compare.VARIANTS)
+def test_every_variant_is_a_config(name):
+    load_config(compare.VARIANTS[name])
+
+
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_variants_for_three_steps(tmp_path):
+def test_one_variant_for_three_steps(tmp_path):
     pytest.importorskip("matplotlib")
     write_corpus(tmp_path / "corpus")
     data = ["--training.dataset", "text", "--training.dataset_path", str(tmp_path / "corpus" / "*.txt")]
     command = [sys.executable, "scripts/compare_optimizers.py", "--steps", "3", "--processes", "1"]
-    command += ["--out", str(tmp_path / "out"), "--only", "deepseek_v4,AdamW", *data]
+    command += ["--out", str(tmp_path / "out"), "--only", "deepseek_v4", *data]
     command += ["--training.seq_len", "32", "--training.local_batch_size", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     table = (tmp_path / "out" / "table.md").read_text()
-    assert "| deepseek_v4 |" in table and "| AdamW |" in table
+    assert "| deepseek_v4 |" in table
     assert (tmp_path / "out" / "loss.png").read_bytes()[:4] == b"\x89PNG"

@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.scripts import SCRIPTS, run_script
 from torchtitan_dmuon.data import ByteTokenizer, LoaderConfig, TokenLoader, build_dataset, build_tokenizer, read_shard
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 TEXTS = ["first document", "", "second \u00e9", "third and last"]
 # An empty text is no document.
 TOKENS = [token for text in TEXTS if text for token in [*text.encode(), 256]]
@@ -17,8 +16,7 @@ TOKENS = [token for text in TEXTS if text for token in [*text.encode(), 256]]
 
 def run(folder, *arguments):
     """The finished process; run in another folder than the repository."""
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return run_script("prepare_data", *arguments, folder=folder)
 
 
 def stored(folder):
@@ -72,8 +70,9 @@ def test_several_processes_keep_the_order(tmp_path):
     texts = [f"{number} " * 60_000 for number in range(40)]
     source.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     arguments = ["--input", source, "--format", "jsonl", "--text-key", "body", "--output"]
-    for num_proc in (1, 2):
-        done = run(tmp_path, *arguments, tmp_path / f"out{num_proc}", "--num-proc", num_proc)
+    command = [sys.executable, SCRIPTS / "prepare_data.py", *arguments, tmp_path / "out2", "--num-proc", 2]
+    several = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    for done in (run(tmp_path, *arguments, tmp_path / "out1", "--num-proc", 1), several):
         assert done.returncode == 0, done.stderr
     content = [(tmp_path / f"out{n}" / "shard_00000.bin").read_bytes() for n in (1, 2)]
     assert content[0] == content[1]

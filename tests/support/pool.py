@@ -20,6 +20,7 @@ import inspect
 import multiprocessing as mp
 import os
 import signal
+import socket
 import time
 import traceback
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ def _worker(rank: int, world: int, pipe: Connection, port: int) -> None:
 
 
 @functools.cache
-def _context() -> mp.context.BaseContext:
+def warm_context() -> mp.context.BaseContext:
+    """Starts processes as this file's docstring says."""
     if torch.cuda.is_available():  # a fork must not inherit the driver's state
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -106,9 +108,9 @@ class WorkerPool:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
-            ours, theirs = _context().Pipe()
+            ours, theirs = warm_context().Pipe()
             arguments = (rank, self.world, theirs, self._store.port)
-            process = _context().Process(target=_worker, args=arguments, daemon=True)
+            process = warm_context().Process(target=_worker, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -178,6 +180,12 @@ def run_in_new_processes(world: int, job: Job) -> None:
         pool.run(job)
     finally:
         pool.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def stop_all() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from models.llama3 import Llama3Args, flavors
-from tests.support.pool import Job, run_in_new_processes
+from tests.support.pool import Job, free_port, run_in_new_processes
 from torchtitan_dmuon.trainer import Trainer
 
 # What ``tiny`` trains: the debug model with matrices of an eighth and half of its blocks. Only ``train`` knows it.
@@ -67,11 +66,8 @@ def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, t
 def train(world: int, *arguments: str, timeout: float = 120, trainer: type[Trainer] = Trainer) -> Run:
     """``train.py`` on ``world`` ranks, in processes of its own; ``%RANK%`` in an argument is the rank's number.
     ``trainer`` takes the Trainer's place."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        kwargs = {"arguments": list(arguments), "port": port, "folder": folder, "trainer": trainer}
+        kwargs = {"arguments": list(arguments), "port": free_port(), "folder": folder, "trainer": trainer}
         run_in_new_processes(world, Job("tests.support.training", "_main", kwargs, timeout, grouped=False))
         outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
         run = Run([int(Path(folder, f"{rank}.code").read_text()) for rank in range(world)], outputs)
