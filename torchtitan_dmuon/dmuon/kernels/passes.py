@@ -8,8 +8,8 @@ and the one that packs a gradient (:func:`accumulate`). Of a stack:
 
 The matrices of a stack lie in tensors of their own, so a kernel gets a table of addresses. Whether a matrix moves at
 all (was there a gradient, is everything finite) is read from the device; where it does not, nothing of it is written
-and its input is zero. Sums are taken in a fixed order that depends on the size of a matrix only. ``stack.py``
-has the same passes in PyTorch. Importing this module needs Triton.
+and its input is zero. Sums are taken in a fixed order that depends on the size of a matrix only.
+``optimizer/matrices.py`` has the same passes in PyTorch. Importing this module needs Triton.
 """
 
 from __future__ import annotations
