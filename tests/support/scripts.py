@@ -1,4 +1,4 @@
-"""Scripts, run as ``python scripts/NAME.py`` or torchrun would run them, in processes that have imported torch."""
+"""Scripts, run as ``python a script of `scripts/``` or torchrun would run them, in processes that have imported torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _main(rank: int, world: int, script: str, arguments: list[str], folder: str,
 def run_script(
     name: str, *arguments: object, folder: Path, world: int = 1, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """``scripts/NAME.py`` in ``folder``, as torchrun starts it if ``world`` is more than 1. Returns the largest exit
+    """``a script of `scripts/``` in ``folder``, as torchrun starts it if ``world`` is more than 1. Returns the largest exit
     code, and what rank 0 wrote."""
     command: Sequence[str] = [str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as outputs:
