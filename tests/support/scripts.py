@@ -1,4 +1,4 @@
-"""Scripts, run as ``python a script of `scripts/``` or torchrun would run them, in processes that have imported torch."""
+"""The files of ``scripts/``, run as python or torchrun would run them, in processes that have imported torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _main(rank: int, world: int, script: str, arguments: list[str], folder: str,
 def run_script(
     name: str, *arguments: object, folder: Path, world: int = 1, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """``a script of `scripts/``` in ``folder``, as torchrun starts it if ``world`` is more than 1. Returns the largest exit
+    """Run a file of ``scripts/`` in ``folder``, as torchrun starts it if ``world`` is more than 1. Returns the largest exit
     code, and what rank 0 wrote."""
     command: Sequence[str] = [str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as outputs:
