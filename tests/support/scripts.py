@@ -43,8 +43,8 @@ def _main(rank: int, world: int, script: str, arguments: list[str], folder: str,
 def run_script(
     name: str, *arguments: object, folder: Path, world: int = 1, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """Run a file of ``scripts/`` in ``folder``, as torchrun starts it if ``world`` is more than 1. Returns the largest exit
-    code, and what rank 0 wrote."""
+    """Run a file of ``scripts/`` in ``folder``, as torchrun starts it if ``world`` is more than 1. Returns the largest
+    exit code, and the output of rank 0."""
     command: Sequence[str] = [str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as outputs:
         kwargs = {"script": command[0], "arguments": command[1:], "folder": str(folder), "port": free_port()}
