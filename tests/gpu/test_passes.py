@@ -87,5 +87,5 @@ def test_accumulate(dtypes, add):
     into, grad = (torch.randn(numel + 3, device="cuda").to(dtype) for dtype in dtypes)
     expected = into.float()
     expected[3:] = grad[3:].float() + (expected[3:] if add else 0.0)
-    assert fused_update.accumulate(into[3:], grad[3:], add)  # not aligned
+    assert fused_update.accumulate(into[3:], grad[3:], add=add)  # not aligned
     assert torch.equal(into, expected.to(into.dtype))

@@ -387,7 +387,7 @@ class HalfKernel:
         x = (x.mT if x.shape[1] > x.shape[2] else x).float()
         return self._store(x @ x.mT, out)
 
-    def product(self, a, b, d, *, alpha, beta, out, diagonal=0.0):
+    def multiply(self, a, b, d, out, alpha, beta, diagonal=0.0):
         assert out.data_ptr() not in (a.data_ptr(), b.data_ptr())
         assert torch.equal(a, a.mT) and torch.equal(b, b.mT) and torch.equal(d, d.mT)
         return self._store(beta * d.float() + alpha * a.float() @ b.float() + diagonal * torch.eye(a.shape[1]), out)

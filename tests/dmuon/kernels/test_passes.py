@@ -107,14 +107,14 @@ def test_accumulate(dtypes, numel, monkeypatch):
     monkeypatch.setattr(fused_update, "_LARGE", 65)
     into, grad = (torch.randn(300).to(dtype) for dtype in dtypes)
     expected = into.clone()
-    taken = [fused_update.accumulate(into[:numel], grad[:numel], add) for add in (True, False)]
+    taken = [fused_update.accumulate(into[:numel], grad[:numel], add=add) for add in (True, False)]
     assert taken == [numel > 64] * 2
     if taken[0]:
         expected[:numel] = grad[:numel].to(expected.dtype)
     assert torch.equal(into, expected)
     if numel > 64:
-        fused_update.accumulate(into[:numel], grad[:numel], True)
+        fused_update.accumulate(into[:numel], grad[:numel], add=True)
         sums = expected[:numel].float() + grad[:numel].float()
         assert torch.equal(into[:numel], sums.to(into.dtype)) and torch.equal(into[numel:], expected[numel:])
-    assert not fused_update.accumulate(into[::2], grad[::2], False)
-    assert not fused_update.accumulate(into, into, False)
+    assert not fused_update.accumulate(into[::2], grad[::2], add=False)
+    assert not fused_update.accumulate(into, into, add=False)

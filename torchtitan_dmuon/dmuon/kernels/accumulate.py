@@ -9,11 +9,11 @@ from .select import triton_passes
 
 def copy(into: torch.Tensor, grad: torch.Tensor) -> None:
     passes = triton_passes(into.device)
-    if passes is None or not passes.accumulate(into, grad, False):
+    if passes is None or not passes.accumulate(into, grad, add=False):
         into.copy_(grad)
 
 
 def add(into: torch.Tensor, grad: torch.Tensor) -> None:
     passes = triton_passes(into.device)
-    if passes is None or not passes.accumulate(into, grad, True):
+    if passes is None or not passes.accumulate(into, grad, add=True):
         into.add_(grad)

@@ -25,21 +25,6 @@ class Kernel:
         left = x.mT if x.shape[1] > x.shape[2] else x
         return self.multiply(left, left.mT, None, out)
 
-    def product(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        d: torch.Tensor,
-        *,
-        alpha: float,
-        beta: float,
-        out: torch.Tensor,
-        diagonal: float = 0.0,
-    ) -> torch.Tensor:
-        """``beta * d + alpha * a @ b + diagonal * I`` into ``out``, all [B, s, s] and symmetric, ``a`` and ``b``
-        commuting. ``out`` must not overlap the others."""
-        return self.multiply(a, b, d, out, alpha, beta, diagonal)
-
     def multiply(
         self,
         a: torch.Tensor,
@@ -50,7 +35,12 @@ class Kernel:
         beta: float = 1.0,
         diagonal: float = 0.0,
     ) -> torch.Tensor:
-        """As :meth:`product`, for ``a`` [B, s, k] and ``b`` [B, k, s]; without ``d`` nothing is added."""
+        """``beta * d + alpha * a @ b + diagonal * I`` into ``out`` [B, s, s], which must not overlap the others.
+
+        Args:
+            a, b: [B, s, k] and [B, k, s], whose product is symmetric; beside ``d``, symmetric squares that commute.
+            d: [B, s, s], symmetric, or ``None`` to add nothing.
+        """
         if d is None:
             torch.bmm(a, b, out=out)
         else:

@@ -294,7 +294,7 @@ def _programs(numel: int) -> int:
     return max(1, min(_PROGRAMS, -(-numel // _BLOCK)))
 
 
-def accumulate(into: torch.Tensor, grad: torch.Tensor, add: bool) -> bool:
+def accumulate(into: torch.Tensor, grad: torch.Tensor, *, add: bool) -> bool:
     """``into`` = ``grad``, or ``into`` += ``grad`` where ``add``, in the dtype of ``into``. False, and nothing done,
     where PyTorch's own kernels are as fast: of one dtype (those of two read or write narrowly), or small (a launch of
     Triton's takes the host longer)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 
 import torch
 
@@ -22,8 +22,10 @@ class QuackKernel(Kernel):
             return f"quack-kernels does not run on {device.type}"
         if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
             return f"needs SM90 or later, this is SM{capability[0]}{capability[1]}"
-        if importlib.util.find_spec("quack") is None:
-            return "looked for quack.gemm_interface.gemm_symmetric, quack-kernels is not installed"
+        try:
+            importlib.import_module("quack.gemm_interface").gemm_symmetric  # noqa: B018
+        except (ImportError, AttributeError) as error:
+            return f"looked for quack.gemm_interface.gemm_symmetric of quack-kernels ({error})"
         return None
 
     def multiply(self, a, b, d, out, alpha=1.0, beta=1.0, diagonal=0.0) -> torch.Tensor:

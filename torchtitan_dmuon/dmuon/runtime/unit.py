@@ -38,7 +38,7 @@ class Stage(enum.Enum):
     REPLICATE = "replicate"  # over the replicas, onto the owners' replica
 
 
-@dataclass
+@dataclass(eq=False)
 class Reduction:
     """The gradients of one unit from one backward pass, on their way to the owners.
 
