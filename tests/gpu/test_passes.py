@@ -80,6 +80,15 @@ def test_replayed_launches_give_what_launches_give(shape, kernel):
             assert torch.equal(replayed(stack), plain(stack))
 
 
+@pytest.mark.parametrize("shape", [(3, 1024, 2048), (1, 23, 37), (2, 1, 5), (1, 4096, 4096)])
+def test_normalized(shape):
+    x = torch.randn(shape, device=CUDA)
+    x[0] = 0.0
+    result = fused_update.normalized(x, torch.float16, 1e-7)
+    expected = x.double() / (torch.linalg.vector_norm(x.double(), dim=(-2, -1), keepdim=True) + 1e-7)
+    torch.testing.assert_close(result.double(), expected, atol=6e-8, rtol=1e-3)
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_accumulate(dtypes, add):

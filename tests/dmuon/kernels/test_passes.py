@@ -101,6 +101,16 @@ def test_batches_are_of_about_one_size(monkeypatch):
         assert [len(views) for views in stack._batches(matrix_bytes=1000)] == sizes
 
 
+@pytest.mark.parametrize("shape", [(3, 16, 24), (1, 23, 37), (2, 1, 5)])
+def test_normalized(shape):
+    x = torch.randn(shape)
+    x[0] = 0.0
+    result = fused_update.normalized(x, torch.float32, 1e-7)
+    expected = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    torch.testing.assert_close(result, expected, atol=1e-7, rtol=1e-5)
+    assert fused_update.normalized(x.mT, torch.float32, 1e-7) is None or 1 in shape
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize("numel", [64, 100, 257])
 def test_accumulate(dtypes, numel, monkeypatch):

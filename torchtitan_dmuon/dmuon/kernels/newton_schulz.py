@@ -18,7 +18,7 @@ import torch
 
 from .kernel import Kernel
 from .replay import Replay
-from .select import check_kernel, default_device, select_kernel
+from .select import check_kernel, default_device, select_kernel, triton_passes
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -223,12 +223,16 @@ class NewtonSchulz:
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """What :meth:`iterate` takes: ``x`` [B, m, n] over its Frobenius norms, in ``compute_dtype``. A new tensor."""
         dtype = self.compute_dtype(x.device)
+        passes = triton_passes(x.device)
+        if passes is not None and (result := passes.normalized(x, dtype, NORM_EPS)) is not None:
+            return result
         x = x.float()
         if self.deterministic and len(x):
             norm = torch.stack([torch.linalg.vector_norm(matrix) for matrix in x])[:, None, None]
         else:
             norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-        return (x / (norm + NORM_EPS)).to(dtype).contiguous()
+        # Rounded as it is written: no float32 stack in between.
+        return torch.div(x, norm + NORM_EPS, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
     @torch.no_grad()
     def iterate(self, x: torch.Tensor) -> torch.Tensor:

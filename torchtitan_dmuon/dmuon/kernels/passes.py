@@ -158,6 +158,31 @@ def _weight_kernel(
 
 
 @triton.jit
+def _squares_kernel(x, partials, numel, BLOCK: tl.constexpr):
+    """The sums of squares of a contiguous stack."""
+    matrix = tl.program_id(0)
+    x += matrix.to(tl.int64) * numel
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(x + index, mask=index < numel, other=0.0).to(tl.float32)
+        squares += value * value
+    tl.store(partials + matrix * tl.num_programs(1) + tl.program_id(1), tl.sum(squares))
+
+
+@triton.jit
+def _normalize_kernel(x, partials, out, numel, eps, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    matrix = tl.program_id(0)
+    scale = _scale(partials, matrix, eps, SLOTS)
+    x += matrix.to(tl.int64) * numel
+    out += matrix.to(tl.int64) * numel
+    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(x + index, mask=index < numel, other=0.0).to(tl.float32)
+        tl.store(out + index, (value * scale).to(out.dtype.element_ty), mask=index < numel)
+
+
+@triton.jit
 def _accumulate_kernel(into, grad, numel, ADD: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < numel
@@ -292,6 +317,21 @@ class StackPasses:
 def _programs(numel: int) -> int:
     """Programs for one matrix: its size alone decides, so that its sums do not depend on the stack."""
     return max(1, min(_PROGRAMS, -(-numel // _BLOCK)))
+
+
+def normalized(x: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor | None:
+    """``x`` [B, m, n] over its Frobenius norms plus ``eps``, in ``dtype``; None for what the kernels cannot take."""
+    numel = x.shape[1] * x.shape[2]
+    if not x.is_contiguous() or x.dtype not in _DTYPES or not 0 < numel <= _MAX_NUMEL or not len(x):
+        return None
+    programs = _programs(numel)
+    partials = torch.empty(len(x), programs, device=x.device)
+    out = torch.empty_like(x, dtype=dtype)
+    grid, slots = (len(x), programs), triton.next_power_of_2(programs)
+    with torch.cuda.device_of(x):
+        _squares_kernel[grid](x, partials, numel, BLOCK=_BLOCK, num_warps=_WARPS)
+        _normalize_kernel[grid](x, partials, out, numel, eps, BLOCK=_BLOCK, SLOTS=slots, num_warps=_WARPS)
+    return out
 
 
 def accumulate(into: torch.Tensor, grad: torch.Tensor, *, add: bool) -> bool:

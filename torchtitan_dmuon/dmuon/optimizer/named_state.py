@@ -16,7 +16,7 @@ import torch
 from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam, Piece
 from ..state.optimizer import HEAVY_BALL, State, adamw_state
-from ..state.pieces import PartialTensor, logical_tensor, owned_pieces, pair_parts, parts_of
+from ..state.pieces import PartialTensor, logical_tensor, pair_parts, parts_of
 from .groups import saved_hyperparameters
 from .normuon import NorMuon
 from .stack import UpdateRule
@@ -58,7 +58,7 @@ class NamedState(torch.optim.Optimizer):
         for dp in (dp for dp in self.dedicated if dp.spec.trainable):
             for name, (shape, dtype) in self._layout(dp.spec, dp.shape).items():
                 state[dp.fqn][name] = PartialTensor.of(shape, [], dtype)
-            owned = [(piece, self.state_of(piece)) for piece in owned_pieces(dp)]
+            owned = [(piece, self.state_of(piece)) for piece in dp.pieces if piece.is_owned]
             for name in owned[0][1] if owned else ():
                 state[dp.fqn][name] = logical_tensor([(piece, held[name]) for piece, held in owned])
         return state if self._plain_adamw is None else state | adamw_state(self._plain_adamw, self.names)

@@ -16,7 +16,7 @@ from ..ownership.classify import canonical_fqn
 from ..runtime.handle import find_runtime
 from ..transport.torch_private import is_dedicated, own_persistent_buffers, sharded_parameters
 from .optimizer import State, adamw_state, flat_view
-from .pieces import PartialTensor, is_partial, logical_tensor, owned_pieces, pair_parts, parts_of
+from .pieces import PartialTensor, is_partial, logical_tensor, pair_parts, parts_of
 from .whole import gather_whole, scatter_whole
 
 Tensors = dict[str, torch.Tensor]
@@ -122,7 +122,7 @@ def _live_model(model: nn.Module) -> Tensors:
     if runtime is not None:
         runtime.check_materialised("taking or setting its state")
         for dp in runtime.params:
-            if owned := owned_pieces(dp):
+            if owned := [piece for piece in dp.pieces if piece.is_owned]:
                 live[dp.fqn] = logical_tensor([(piece, piece.master) for piece in owned])
     return live | _persistent_buffers(model)
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ..runtime.param import DedicatedParam, Piece
+from ..runtime.param import Piece
 
 Size = tuple[int, ...]
 Part = tuple[torch.Tensor, Size]  # a part of a larger tensor, and the offset at which it begins
@@ -117,11 +117,6 @@ def pair_parts(name: str, live: torch.Tensor, saved: torch.Tensor) -> list[tuple
     if any(offset not in found or found[offset].shape != part.shape for part, offset in parts):
         raise ValueError(f"{name}: this rank holds another part of it than the state dict; load through DCP instead")
     return [(part, found[offset]) for part, offset in parts]
-
-
-def owned_pieces(dp: DedicatedParam) -> list[Piece]:
-    """The pieces of a parameter that this rank owns."""
-    return [piece for piece in dp.pieces if piece.is_owned]
 
 
 def logical_tensor(owned: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
