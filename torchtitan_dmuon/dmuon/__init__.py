@@ -20,6 +20,7 @@ from .extras.reports import (
 )
 from .kernels.newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz
 from .kernels.select import get_backend_status, get_ns_backend
+from .optimizer.amp import scale_gradients_, unscale_
 from .optimizer.clip import (
     GradientEntry,
     clip_grad_norm_,
@@ -52,14 +53,14 @@ from .transport.torch_private import set_group_timeout
 __all__ = [
     "COEFFICIENTS", "Assignment", "Block", "BlockSplit", "Decision", "DedicatedParam", "GradientEntry", "HeadWeights",
     "Lane", "Muon", "NewtonSchulz", "OwnershipRow", "Piece", "QKClip", "QKClipLayer", "attention_heads",
-    "canonical_fqn", "check_muon_recipe", "classify", "clip_grad_norm_", "clip_gradients_",
-    "clip_total_grad_norm_", "convert_ema_momentum", "dedicate_params", "format_ownership_table", "get_backend_status",
-    "get_dedicated_params", "get_model_shapes", "get_model_state_dict", "get_ns_backend", "get_optimizer_state_dict",
-    "get_owned_params", "ignored_params", "latent_attention_heads", "materialize",
-    "muon_recipe", "newton_schulz", "no_sync", "ownership_table", "publish_weights",
-    "register_muon_grad_clip_strategy", "set_gradient_divide_factor", "set_group_timeout", "set_model_state_dict",
-    "set_optimizer_state_dict", "set_requires_all_reduce", "set_timeout", "split_equal", "split_heads",
-    "split_interleaved", "split_sizes", "state_dict_from_torch", "summarize_comm_plan", "summarize_param_groups",
-    "try_clip_optimizer_grad_norm_buckets_",
+    "canonical_fqn", "check_muon_recipe", "classify", "clip_grad_norm_", "clip_gradients_", "clip_total_grad_norm_",
+    "convert_ema_momentum", "dedicate_params", "format_ownership_table", "get_backend_status", "get_dedicated_params",
+    "get_model_shapes", "get_model_state_dict", "get_ns_backend", "get_optimizer_state_dict", "get_owned_params",
+    "ignored_params", "latent_attention_heads", "materialize", "muon_recipe", "newton_schulz", "no_sync",
+    "ownership_table", "publish_weights", "register_muon_grad_clip_strategy", "scale_gradients_",
+    "set_gradient_divide_factor", "set_group_timeout", "set_model_state_dict", "set_optimizer_state_dict",
+    "set_requires_all_reduce", "set_timeout", "split_equal", "split_heads", "split_interleaved", "split_sizes",
+    "state_dict_from_torch", "summarize_comm_plan", "summarize_param_groups", "try_clip_optimizer_grad_norm_buckets_",
+    "unscale_",
 ]
 # fmt: on

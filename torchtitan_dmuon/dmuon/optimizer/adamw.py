@@ -71,9 +71,12 @@ def build_plain(
     return plain
 
 
-def step_plain(plain: torch.optim.AdamW, found_inf: torch.Tensor | None) -> None:
-    """One step by the hyperparameters of the outer groups. Nothing moves where ``found_inf`` is one."""
+def step_plain(
+    plain: torch.optim.AdamW, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None = None
+) -> None:
+    """One step by the hyperparameters of the outer groups, on gradients divided by ``grad_scale``. Nothing moves where
+    ``found_inf`` is one."""
     for inner in plain.param_groups:
         inner.update({key: inner["outer"][key] for key in ("lr", "betas", "weight_decay", "eps")})
-    plain.found_inf, plain.grad_scale = found_inf, None  # as torch.amp.GradScaler tells fused kernels
+    plain.found_inf, plain.grad_scale = found_inf, grad_scale  # as torch.amp.GradScaler tells fused kernels
     plain.step()

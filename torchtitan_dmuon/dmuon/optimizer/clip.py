@@ -98,12 +98,6 @@ def _clip(
     return norms
 
 
-def _arrived(optimizer: Muon) -> list[Piece]:
-    """The pieces this rank owns that have a gradient, which has arrived."""
-    optimizer.runtime.wait_gradients()
-    return [piece for piece in optimizer.runtime.owned if piece.grad is not None]
-
-
 def _parts(pieces: Iterable[Piece]) -> list[Part]:
     return [(piece.grad, 1) for piece in pieces]
 
@@ -179,7 +173,7 @@ def clip_grad_norm_(
     if strategy not in known:
         raise ValueError(f"unknown clip strategy {strategy!r}{nearest(strategy, known)}; known: {', '.join(known)}")
     lanes = optimizer.runtime.lanes.covering
-    pieces = [piece for piece in _arrived(optimizer) if piece.spec.route == "muon"]
+    pieces = [piece for piece in optimizer.runtime.arrived() if piece.spec.route == "muon"]
     if strategy == _GLOBAL_NORM:
         return clip_gradients_((), max_norm, lanes, norm_type, error_if_nonfinite, _parts(pieces))
     entries = [GradientEntry(piece.fqn, piece.dp.shape, piece.grad) for piece in pieces]
@@ -194,7 +188,7 @@ def clip_total_grad_norm_(
     optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """As :func:`clip_grad_norm_`, of all gradients of ``optimizer``, dedicated on any route and others."""
-    owned, lanes = _parts(_arrived(optimizer)), optimizer.runtime.lanes.covering
+    owned, lanes = _parts(optimizer.runtime.arrived()), optimizer.runtime.lanes.covering
     others = [param.grad for group in optimizer.param_groups for param in group["params"]]
     return clip_gradients_(others, max_norm, lanes, norm_type, error_if_nonfinite, owned)
 
@@ -217,7 +211,7 @@ def try_clip_optimizer_grad_norm_buckets_(
         regular_grads, adamw_grads: DTensors, or plain tensors that all ranks hold alike; ``None`` is left out.
         max_norm: the bound of all buckets, or of each by name.
     """
-    pieces, lanes = _arrived(optimizer), optimizer.runtime.lanes.covering
+    pieces, lanes = optimizer.runtime.arrived(), optimizer.runtime.lanes.covering
     ranks = math.prod(lane.size for lane in lanes)
     adamw = _parts(piece for piece in pieces if piece.spec.route != "muon")
     buckets = {

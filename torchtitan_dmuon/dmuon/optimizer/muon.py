@@ -19,6 +19,7 @@ from ..runtime.handle import Runtime, runtime_of
 from ..runtime.param import Piece
 from ..transport.torch_private import drop_fsdp_gradients, sharded_parameters
 from . import adamw
+from .amp import ScaledGradients
 from .groups import lower_param_groups
 from .matrices import MatrixView
 from .named_state import NamedState
@@ -36,7 +37,7 @@ class AfterUpdate(Protocol):
         """Change masters and compute weights that this rank owns, before they are published. May be collective."""
 
 
-class Muon(NamedState):
+class Muon(ScaledGradients, NamedState):
     """Muon for dedicated parameters and AdamW for the others, in one optimizer.
 
     Group 0 holds the matrices on the Muon route and group 1 the rest; both have the same content on every rank, while
@@ -178,7 +179,9 @@ class Muon(NamedState):
 
         Raises:
             ValueError: ``found_inf`` with an AdamW that is not fused.
+            RuntimeError: ``torch.amp.GradScaler`` has unscaled only a part of the gradients.
         """
+        found_inf, grad_scale = self._scaler_orders(found_inf)
         if found_inf is not None:
             if self._plain_adamw is not None and self._adamw_implementation != "fused":
                 raise ValueError(
@@ -192,11 +195,13 @@ class Muon(NamedState):
                 loss = closure()
         self.runtime.collect_gradients()
         if self.runtime.schedule.has_gradients:
+            if grad_scale is not None:
+                self._scale_owned(1.0 / grad_scale)
             self._update_owned(found_inf)
             self.runtime.publish()
         if self._plain_adamw is not None:
             with record_function("dmuon/adamw (FSDP2)"):
-                adamw.step_plain(self._plain_adamw, found_inf)
+                adamw.step_plain(self._plain_adamw, found_inf, grad_scale)
         self.zero_grad()
         for module in self._fsdp_modules:
             module.reshard()  # FSDP2 leaves its root unsharded after a forward without backward: stale from here on
@@ -218,6 +223,7 @@ class Muon(NamedState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: reduced, in flight, held back for accumulation, and of FSDP2 parameters."""
         self.runtime.zero_grad()
+        self._unscaled = False
         drop_fsdp_gradients(self._fsdp_modules)
         for group in self.param_groups:
             for param in group["params"]:

@@ -82,6 +82,17 @@ class Runtime:
         self.collect_gradients()
         self.lanes.join("reduce")
 
+    def arrived(self) -> list[Piece]:
+        """The pieces this rank owns that have a gradient, after :meth:`wait_gradients`.
+
+        Raises:
+            RuntimeError: the last backward ran under ``no_sync``, whose gradients nobody has reduced.
+        """
+        if self.schedule.holds_back:
+            raise RuntimeError("gradients are held back by no_sync: run the last backward of a step outside of it")
+        self.wait_gradients()
+        return [piece for piece in self.owned if piece.grad is not None]
+
     def _check_frozen(self) -> None:
         for dp in self.params:
             if dp.param.requires_grad and not dp.spec.trainable:

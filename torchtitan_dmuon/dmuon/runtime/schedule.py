@@ -81,6 +81,7 @@ class UnitSchedule:
         self._backward_id: int | None = None  # the running backward's, where known
         # A reduction has been launched since gradients were last dropped; the same on every rank.
         self.has_gradients = False
+        self.holds_back = False  # the last backward pass left its gradients unreduced on this rank
 
     # ---------------------------------------------------------------- forward
 
@@ -256,6 +257,7 @@ class UnitSchedule:
         for unit in self.reduce_order:
             unit.expect_no_more_gradients()
         self._launch_complete_reductions()
+        self.holds_back = not self.sync_gradients
         self.phase = Phase.IDLE
         self._release_all()
         for unit in self.units:
@@ -321,6 +323,6 @@ class UnitSchedule:
         for reduction in self._reductions:
             reduction.pending.wait()
         self._reductions.clear()
-        self.has_gradients = False
+        self.has_gradients = self.holds_back = False
         for unit in self.units:
             unit.drop_gradients()
