@@ -208,7 +208,7 @@ def test_modules_dedicated_apart_are_no_one_model(rank, world):
         with pytest.raises(RuntimeError, match="called on 0 and on 1, which share no owners: call it once"):
             ask(model)
     for part, seed in zip(model, (0, 1), strict=True):
-        train(part, dmuon.Muon(part), 1, rank)
+        train(part, dmuon.Muon(part, gradients_reduced_elsewhere=True), 1, rank)
         oracle = ToyModel(seed=seed)
         train_one_process(oracle, OracleMuon(oracle, is_proj), 1, world)
         expected = {name: weight for name, weight in weights_of(oracle).items() if is_proj(name, weight)}

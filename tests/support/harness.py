@@ -49,7 +49,8 @@ def build(
         for layer in model.layers:
             fully_shard(layer, mesh=data_mesh, **(fsdp or {}))
         fully_shard(model, mesh=data_mesh, **(fsdp or {}))
-    return model, dmuon.Muon(model, **(muon or {})) if optimizer else None
+    # Without fully_shard such a test looks at dedicated parameters alone, or has no others.
+    return model, dmuon.Muon(model, gradients_reduced_elsewhere=not shard, **(muon or {})) if optimizer else None
 
 
 needs_dtensor_collectives = pytest.mark.skipif(DEVICE == "cuda", reason="they crash over gloo on CUDA (torch 2.11)")

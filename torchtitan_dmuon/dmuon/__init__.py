@@ -36,7 +36,7 @@ from .ownership.blocks import split_equal, split_heads, split_interleaved, split
 from .ownership.classify import Decision, canonical_fqn, classify
 from .ownership.spec import Block, BlockSplit
 from .runtime.param import DedicatedParam, Piece
-from .state.materialize import materialize
+from .state.materialize import materialize, summon_full_params
 from .state.model import (
     get_model_shapes,
     get_model_state_dict,
@@ -60,7 +60,7 @@ __all__ = [
     "ownership_table", "publish_weights", "register_muon_grad_clip_strategy", "scale_gradients_",
     "set_gradient_divide_factor", "set_group_timeout", "set_model_state_dict", "set_optimizer_state_dict",
     "set_requires_all_reduce", "set_timeout", "split_equal", "split_heads", "split_interleaved", "split_sizes",
-    "state_dict_from_torch", "summarize_comm_plan", "summarize_param_groups", "try_clip_optimizer_grad_norm_buckets_",
-    "unscale_",
+    "state_dict_from_torch", "summarize_comm_plan", "summarize_param_groups", "summon_full_params",
+    "try_clip_optimizer_grad_norm_buckets_", "unscale_",
 ]
 # fmt: on

@@ -243,7 +243,9 @@ def test_a_plain_parameter_counts_once(rank, world):
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.norm.weight} | dmuon.ignored_params(model))
-    optimizer = dmuon.Muon(model)
+    with pytest.raises(ValueError, match=r"1 trainable parameters, norm\.weight among them"):
+        dmuon.Muon(model)
+    optimizer = dmuon.Muon(model, gradients_reduced_elsewhere=True)
     oracle = ToyModel()
     backward(model, rank)
     oracle_backward(oracle, world)

@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import dmuon
-from tests.support.harness import EVERY_ROUTE, assert_same, build, full_weights, train, weights_of
+from tests.support.harness import EVERY_ROUTE, assert_same, build, full_weights, train, usable, weights_of
 from tests.support.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, orthogonalize, train_one_process
 from tests.support.pool import distributed
 from torchtitan_dmuon.dmuon.state.pieces import parts_of
@@ -140,3 +141,24 @@ def test_every_update_is_a_range_of_the_profiler(rank, world):
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         optimizer.step()
     assert "dmuon/adamw (FSDP2)" in {event.key for event in profiled.key_averages()}
+
+
+@distributed(world=4)
+def test_parameters_that_nobody_averages_are_refused(rank, world):
+    """``fully_shard`` forgotten, alone, with replicas, and with tensor parallelism, whose DTensors are no shards of the
+    data-parallel ranks. One rank of data, DDP and full dedication need none."""
+    for mesh in usable([(1, 4, 1), (2, 2, 1), (1, 2, 2)]):
+        model, _ = build(world, mesh=mesh, shard=False, optimizer=False)
+        with pytest.raises(ValueError, match=r"embed\.weight among them, have no owner and no shards"):
+            dmuon.Muon(model)
+    if usable([(1, 1, 4)]):
+        model, _ = build(world, mesh=(1, 1, 4), shard=False, optimizer=False)
+        dmuon.Muon(model)
+    dmuon.Muon(build(world, **EVERY_ROUTE, optimizer=False)[0])
+    model, _ = build(world, shard=False, optimizer=False)
+    for holder in (model, *model.layers):
+        for name, child in list(holder.named_children()):
+            if name in ("embed", "norm", "lm_head"):
+                setattr(holder, name, DistributedDataParallel(child))
+    with pytest.raises(ValueError, match=r"^3 trainable parameters, layers\.0\.down_proj\.bias among them"):
+        dmuon.Muon(model)

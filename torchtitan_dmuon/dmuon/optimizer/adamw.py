@@ -7,10 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
 from ..runtime.param import Piece
+from ..transport.grid import Grid
+from ..transport.torch_private import is_dedicated
 
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
@@ -49,6 +53,27 @@ def update_pieces(
     )
     for piece in pieces:
         piece.refresh_compute_weight()
+
+
+def check_reduced(model: nn.Module, names: Mapping[torch.Tensor, str], grid: Grid) -> None:
+    """Raises ValueError, on every rank, where nobody averages the gradients of a parameter over the data-parallel
+    ranks: one that neither has an owner, nor is sharded by FSDP2, nor lies in a DDP module."""
+    if grid.shape[0] * grid.shape[1] == 1:
+        return
+    averaged = {p for m in model.modules() if isinstance(m, DistributedDataParallel) for p in m.parameters()}
+    replicate, shard, _ = grid.coordinate
+    columns = {grid.ranks[grid.slot_at(replicate, shard, tp)] for tp in range(grid.shape[2])}
+    alone = []
+    for param, name in names.items():
+        sharded = isinstance(param, DTensor) and not columns.issuperset(param.device_mesh.mesh.flatten().tolist())
+        if not (sharded or param in averaged or is_dedicated(param)):
+            alone.append(name)
+    if alone:
+        raise ValueError(
+            f"{len(alone)} trainable parameters, {alone[0]} among them, have no owner and no shards: their gradients "
+            "would differ from rank to rank. Call fully_shard on the modules that hold them, dedicate them, or, where "
+            "somebody else averages their gradients, pass Muon(..., gradients_reduced_elsewhere=True)"
+        )
 
 
 def build_plain(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..runtime.handle import Runtime
 from ..transport.torch_private import local_tensor
 
 
@@ -19,7 +19,7 @@ class ScaledGradients(torch.optim.Optimizer):
     makes the scale smaller where the scaler has seen an infinity.
     """
 
-    runtime: Runtime
+    runtime: Any  # the model's Runtime; this file would come too deep if it imported the class
     _unscaled = False  # by :func:`unscale_`, since gradients were last dropped
 
     @property

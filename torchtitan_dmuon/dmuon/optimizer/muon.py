@@ -19,7 +19,6 @@ from ..runtime.handle import Runtime, runtime_of
 from ..runtime.param import Piece
 from ..transport.torch_private import drop_fsdp_gradients, sharded_parameters
 from . import adamw
-from .amp import ScaledGradients
 from .groups import lower_param_groups
 from .matrices import MatrixView
 from .named_state import NamedState
@@ -37,7 +36,7 @@ class AfterUpdate(Protocol):
         """Change masters and compute weights that this rank owns, before they are published. May be collective."""
 
 
-class Muon(ScaledGradients, NamedState):
+class Muon(NamedState):
     """Muon for dedicated parameters and AdamW for the others, in one optimizer.
 
     Group 0 holds the matrices on the Muon route and group 1 the rest; both have the same content on every rank, while
@@ -59,9 +58,11 @@ class Muon(ScaledGradients, NamedState):
         cautious_weight_decay: matrices decay only where the update does not oppose it (Chen et al., arXiv 2510.12402).
         qk_clip: a ``QKClip``, which bounds attention logits after every update.
         adamw_implementation: ``fused``, ``foreach`` or ``for-loop``.
+        gradients_reduced_elsewhere: the caller averages the gradients of parameters that are neither dedicated nor
+            sharded; parameters of a ``DistributedDataParallel`` inside ``model`` need no word.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or a parameter whose gradient nobody averages over the ranks.
         RuntimeError: not dedicated, still on meta, or frozen or unfrozen since it was dedicated.
     """
 
@@ -85,6 +86,7 @@ class Muon(ScaledGradients, NamedState):
         cautious_weight_decay: bool = False,
         qk_clip: AfterUpdate | None = None,
         adamw_implementation: str = "fused",
+        gradients_reduced_elsewhere: bool = False,
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
@@ -103,6 +105,8 @@ class Muon(ScaledGradients, NamedState):
         if qk_clip is not None:
             qk_clip.check(self.runtime)
         trainable = {canonical_fqn(name): p for name, p in sharded_parameters(model) if p.requires_grad}
+        if not gradients_reduced_elsewhere:
+            adamw.check_reduced(model, {param: name for name, param in trainable.items()}, self.runtime.grid)
         defaults = {
             "muon_lr": lr,
             "adamw_lr": adamw_lr,
@@ -126,7 +130,7 @@ class Muon(ScaledGradients, NamedState):
         self._lay_out()
 
     def _check_runtime(self) -> None:
-        self.runtime.check_materialised("building the optimizer")
+        self.runtime.check_usable("building the optimizer")
         for dp in self.runtime.params:
             if dp.spec.trainable != dp.param.requires_grad:
                 raise RuntimeError(

@@ -17,6 +17,7 @@ from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam, Piece
 from ..state.optimizer import HEAVY_BALL, State, adamw_state
 from ..state.pieces import PartialTensor, logical_tensor, pair_parts, parts_of
+from .amp import ScaledGradients
 from .groups import saved_hyperparameters
 from .normuon import NorMuon
 from .stack import UpdateRule
@@ -24,7 +25,7 @@ from .stack import UpdateRule
 logger = logging.getLogger(__name__)
 
 
-class NamedState(torch.optim.Optimizer):
+class NamedState(ScaledGradients):
     """``names`` has the canonical name of every parameter of the groups. ``state`` (PyTorch's) has, of a ``dedicated``
     parameter, what this rank owns."""
 
@@ -54,6 +55,7 @@ class NamedState(torch.optim.Optimizer):
     def named_state(self) -> State:
         """All state by parameter name, whoever owns it, with live tensors: see ``state/optimizer.py``. Nothing of a
         frozen parameter. Not collective."""
+        self.runtime.verify()
         state: State = {dp.fqn: {} for dp in self.dedicated}
         for dp in (dp for dp in self.dedicated if dp.spec.trainable):
             for name, (shape, dtype) in self._layout(dp.spec, dp.shape).items():

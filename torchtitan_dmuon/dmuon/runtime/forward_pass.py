@@ -17,9 +17,11 @@ class ForwardPass:
             its gradient in several parts; the first part must not pass for the whole.
         spent: a backward pass has used up the graph.
         has_grad: the pass ran with gradients.
+        weights_version: of the weights that the pass has read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights_version: int) -> None:
+        self.weights_version = weights_version
         self.in_order = True
         self.again: set[Hashable] = set()
         self.spent = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ class Runtime:
         skipped: canonical name -> why the parameter was not dedicated.
         replicate_async: new weights travel to replicas and columns while the next step begins.
         materialised: weights exist; the same on every rank, also on one that owns nothing.
+        verify: raises RuntimeError where the model no longer holds the dedicated parameters.
     """
 
     def __init__(
@@ -52,12 +54,15 @@ class Runtime:
         self.specs = {dp.param: dp.spec for dp in self.params}
         self.replicate_async = replicate_async
         self.materialised = False
+        self.verify: Callable[[], None] = lambda: None  # set by guards.py
 
     def __reduce__(self) -> NoReturn:
         refuse_copy("the runtime of a dedicated model")
 
-    def check_materialised(self, wanted: str) -> None:
-        """Raises RuntimeError, on every rank, while the model is on meta."""
+    def check_usable(self, wanted: str) -> None:
+        """Raises RuntimeError, on every rank, while the model is on meta, or where it has lost a dedicated
+        parameter."""
+        self.verify()
         if not self.materialised:
             raise RuntimeError(f"{self.params[0].fqn} has no weight yet: call dmuon.materialize before {wanted}")
 
@@ -110,7 +115,6 @@ class Runtime:
     def publish(self) -> None:
         """Collective with replicas or tensor parallelism. The owners have changed masters and compute weights: bring
         every source up to date. The next unshard of a unit waits for the unit's weights."""
-        self.schedule.invalidate_weights()
         for unit in self.units:
             unit.publish()
         if not self.replicate_async:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..nested import map_tensors, tensors_in
-from ..transport.torch_private import arrived
+from ..transport.torch_private import arrived, is_last_hook
 from .param import DedicatedParam
 from .schedule import Phase, UnitSchedule
 from .unit import Unit
@@ -91,6 +91,11 @@ def _post_accumulate_grad(schedule: UnitSchedule, unit: Unit, dp: DedicatedParam
     @torch.compiler.disable
     def hook(param: torch.Tensor) -> None:
         schedule, unit, dp = (ref() for ref in refs)
+        if not is_last_hook(param, hook):
+            raise RuntimeError(
+                f"{dp.fqn}: a post-accumulate-grad hook that was registered after dedicate_params would find no "
+                "gradient: register the hook before, and it finds this rank's own"
+            )
         schedule.post_accumulate_grad(unit, dp)
 
     return hook

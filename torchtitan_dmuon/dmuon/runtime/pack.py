@@ -8,7 +8,6 @@ as one tensor. Weights are measured in bytes, since their dtypes may differ; gra
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +111,12 @@ class Pack:
         params: in the order of the buffers; those of several pieces come last.
         cells: all of them; ``own_cells`` those whose source is this rank's shard.
         weights, gradients: places in this column's packed buffers.
+        weight_segments, gradient_segments: ranges of these, each with the shard it comes from, or goes to.
         own_weights: (begin, end) in the packed weights and begin in the source's own buffer of ``own_bytes`` bytes, for
             every range that this rank is the source of.
+        publish_segments: ranges of that buffer, each with the replica it comes from.
+        replicate_segments: ranges of the packed gradients that this rank is the source of, each with the replica it
+            goes to.
     """
 
     def __init__(self, params: Sequence[DedicatedParam], grid: Grid) -> None:
@@ -135,11 +138,16 @@ class Pack:
         self.grad_itemsize = self.trainable[0].spec.grad_dtype.itemsize if self.trainable else 4
         self.weights = pack_weights(self.cells, grid.coordinate[2])
         self.gradients = pack_gradients(self.cells, grid.coordinate[2], self.grad_itemsize)
+        self.weight_segments = self._joined(self.weights.spans, SHARD)
+        self.gradient_segments = self._joined(self.gradients.spans, SHARD)
         self.own_weights, self.own_bytes = [], 0
         for (begin, end), shard in self.weight_segments:
             if shard == grid.coordinate[SHARD]:
                 self.own_weights.append((begin, end, self.own_bytes))
                 self.own_bytes = round_up(self.own_bytes + end - begin, ALIGN_BYTES)
+        self.publish_segments = self._joined({cell: self._own_span(cell) for cell in self.own_cells}, REPLICATE)
+        gradients = {cell: self.gradients.spans[cell] for cell in self.own_cells}
+        self.replicate_segments = self._joined(gradients, REPLICATE)
 
     def _order(self, piece: Piece) -> tuple[int, int, int]:
         replicate, shard, tp = self.grid.coordinate_of(piece.owner)
@@ -148,26 +156,6 @@ class Pack:
     def cells_of(self, column: int) -> list[Cell]:
         """The cells whose source is this rank's shard and whose owner is in this replica and in ``column``."""
         return [cell for cell in self.own_cells if cell.place == (*self.grid.coordinate[:2], column)]
-
-    @functools.cached_property
-    def weight_segments(self) -> list[tuple[Span, int]]:
-        """Ranges of the packed weights, each with the shard it comes from."""
-        return self._joined(self.weights.spans, SHARD)
-
-    @functools.cached_property
-    def gradient_segments(self) -> list[tuple[Span, int]]:
-        """Ranges of the packed gradients, each with the shard it goes to."""
-        return self._joined(self.gradients.spans, SHARD)
-
-    @functools.cached_property
-    def publish_segments(self) -> list[tuple[Span, int]]:
-        """Ranges of the source's own buffer, each with the replica it comes from."""
-        return self._joined({cell: self._own_span(cell) for cell in self.own_cells}, REPLICATE)
-
-    @functools.cached_property
-    def replicate_segments(self) -> list[tuple[Span, int]]:
-        """Ranges of the packed gradients that this rank is the source of, each with the replica it goes to."""
-        return self._joined({cell: self.gradients.spans[cell] for cell in self.own_cells}, REPLICATE)
 
     def _joined(self, spans: Mapping[Cell, Span], axis: int) -> list[tuple[Span, int]]:
         """The spans with their cells' places along ``axis``. Spans of neighbouring cells with one place are joined,

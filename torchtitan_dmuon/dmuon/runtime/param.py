@@ -19,7 +19,7 @@ class Piece:
     ``sharded_adamw``) some rows. A piece has one owner in the whole grid.
 
     Attributes:
-        dp: the parameter.
+        dp: the parameter, with its name ``fqn`` and ``nn.Parameter``, ``param``.
         start, stop: range of the first dimension.
         owner: the owner's slot in the grid; ``owner_rank`` its global rank.
         is_owned: whether this rank is the owner.
@@ -35,7 +35,7 @@ class Piece:
     """
 
     def __init__(self, dp: DedicatedParam, start: int, stop: int, owner: int) -> None:
-        self.dp = dp
+        self.dp, self.fqn, self.param = dp, dp.fqn, dp.param
         self.start = start
         self.stop = stop
         self.owner = owner
@@ -47,14 +47,6 @@ class Piece:
         self.grad: torch.Tensor | None = None
         self.grad_count: torch.Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
-
-    @property
-    def fqn(self) -> str:
-        return self.dp.fqn
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.dp.param
 
     @property
     def spec(self) -> ParamSpec:

@@ -76,6 +76,7 @@ class UnitSchedule:
         # Passes whose backward may come: until it does, or the weights change, which no graph survives. Not until
         # Python collects them: ranks do that at different times, and must decide alike.
         self._passes: list[ForwardPass] = []
+        self._weights_version = 0
         self._in_order = True  # the running backward goes through one forward pass that was in order
         self._place = -1  # of the earliest unit that the running backward has reached
         self._backward_id: int | None = None  # the running backward's, where known
@@ -95,7 +96,7 @@ class UnitSchedule:
         # A weight that autocast has cast in an earlier forward would get its gradient where that forward ran, after the
         # hooks of this one; and the casts would keep the memory that Z3 gives back.
         torch.clear_autocast_cache()
-        self.forward_pass = ForwardPass()
+        self.forward_pass = ForwardPass(self._weights_version)
         self._begin_round(Phase.FORWARD)
 
     def settle(self) -> None:
@@ -206,6 +207,10 @@ class UnitSchedule:
     def root_pre_backward(self, forward: ForwardPass | None = None) -> None:
         """A hook of a backward pass fires, the first one or a later one. Hooks on outputs name the forward pass that
         they belong to."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("backward with create_graph=True (double backward) does not reach dedicated parameters")
+        if forward is not None and forward.weights_version != self._weights_version:
+            raise RuntimeError("backward through a forward pass whose weights the optimizer has changed: run it before")
         # Hooks of parameters fire also in a backward pass inside a reentrant checkpoint, those on outputs do not.
         running = None if forward is None else backward_id()
         if self.phase is Phase.BACKWARD and None not in (running, self._backward_id) and running != self._backward_id:
@@ -314,6 +319,7 @@ class UnitSchedule:
     def invalidate_weights(self) -> None:
         """The masters are about to change, or have changed: nothing unsharded may be read again."""
         self._passes.clear()
+        self._weights_version += 1
         for unit in self.units:
             unit.reshard()
 

@@ -120,7 +120,7 @@ def _live_model(model: nn.Module) -> Tensors:
     live = {canonical_fqn(name): p.detach() for name, p in sharded_parameters(model) if not is_dedicated(p)}
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.check_materialised("taking or setting its state")
+        runtime.check_usable("taking or setting its state")
         for dp in runtime.params:
             if owned := [piece for piece in dp.pieces if piece.is_owned]:
                 live[dp.fqn] = logical_tensor([(piece, piece.master) for piece in owned])

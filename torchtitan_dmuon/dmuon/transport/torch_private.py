@@ -5,9 +5,11 @@ Supported: torch 2.11 to 2.14. ``tests/dmuon/transport/test_torch_private.py`` e
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,22 +125,51 @@ def _guarded_apply(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.
     return type(module)._apply(module, fn, recurse)
 
 
-def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """``model._apply(fn)`` with the dedicated parameters taken out meanwhile: ``_apply`` would swap a DTensor for a new
-    object, without our hooks, even where ``fn`` returns its argument."""
-    held = [
-        (module, key, param)
-        for module in model.modules()
-        for key, param in module._parameters.items()
-        if param is not None and is_dedicated(param)
-    ]
-    for module, key, _ in held:
-        module._parameters[key] = None
+@contextlib.contextmanager
+def stand_in(model: nn.Module, stand_ins: Mapping[torch.Tensor, nn.Parameter | None]) -> Iterator[None]:
+    """Inside, the modules of ``model`` hold the values of ``stand_ins`` in place of its keys."""
+    held = [(m, key, param) for m in model.modules() for key, param in m._parameters.items() if param in stand_ins]
+    for module, key, param in held:
+        module._parameters[key] = stand_ins[param]
     try:
-        model._apply(fn)
+        yield
     finally:
         for module, key, param in held:
             module._parameters[key] = param
+
+
+def apply_to_undedicated(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """``model._apply(fn)`` with the dedicated parameters taken out meanwhile: ``_apply`` would swap a DTensor for a new
+    object, without our hooks, even where ``fn`` returns its argument."""
+    with stand_in(model, dict.fromkeys(filter(is_dedicated, model.parameters()))):
+        model._apply(fn)
+
+
+def places_of(model: nn.Module, names: Mapping[torch.Tensor, str]) -> dict[tuple[nn.Module, str], str]:
+    """(module, attribute) -> name, of every place of the named parameters in the model."""
+    places = ((m, key, param) for m in model.modules() for key, param in m._parameters.items())
+    return {(module, key): names[param] for module, key, param in places if param in names}
+
+
+def way_to(model: nn.Module, wanted: Container[torch.Tensor]) -> list[tuple[dict[str, Any], str, object]]:
+    """(dictionary, key, object) of every module and parameter on the way from the model to the ``wanted`` ones."""
+    leads = {module for module in model.modules() if any(param in wanted for param in module.parameters())}
+    way: list[tuple[dict[str, Any], str, object]] = []
+    for module in leads:
+        way += [(module._parameters, key, param) for key, param in module._parameters.items() if param in wanted]
+        way += [(module._modules, key, child) for key, child in module._modules.items() if child in leads]
+    return way
+
+
+def version_of(param: torch.Tensor) -> int:
+    """How often in-place operations have changed the parameter, or a DTensor's local tensor. Assigning ``.data`` does
+    not count."""
+    return param._version + (param._local_tensor._version if isinstance(param, DTensor) else 0)
+
+
+def is_last_hook(param: torch.Tensor, hook: Callable) -> bool:
+    """Whether ``hook`` runs behind all other post-accumulate-grad hooks of the parameter."""
+    return next(reversed(param._post_accumulate_grad_hooks.values())) is hook
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
