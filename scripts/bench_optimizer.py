@@ -100,7 +100,7 @@ def dmuon_step(name: str, kernel: str, device: torch.device):
         model = Matrices(name, noise)
     mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
     policy = {"defaults": {"param_dtype": dtype, "grad_dtype": torch.float32}}
-    dmuon.dedicate_params(model, mesh, predicate=lambda *_: True, param_policy=policy, mode="z3")
+    dmuon.dedicate_params(model, mesh, predicate=lambda *_: True, param_policy=policy)
     dmuon.materialize(model, lambda _, t: nn.init.normal_(t, std=0.02), device)
     newton_schulz = Timed(device, kernel=kernel)
     optimizer = dmuon.Muon(model, lr=1e-3, ns_backend=newton_schulz)

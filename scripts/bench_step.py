@@ -111,7 +111,7 @@ def configure(flavor: str, optimizer: str, arguments: argparse.Namespace) -> Job
         "model.flavor": flavor,
         "optimizer.name": "DMuon" if optimizer.startswith("dmuon") else "AdamW",
         "optimizer.lr": "1e-3",
-        "dmuon.mode": optimizer.removeprefix("dmuon-") if optimizer.startswith("dmuon") else "z3",
+        "dmuon.reshard_after_forward": str(optimizer != "dmuon-z2").lower(),
         "parallelism.fsdp_reshard_after_forward": "never" if optimizer == "adamw-z2" else "default",
         "training.mixed_precision_param": precision,
         "activation_checkpoint.mode": "selective" if arguments.ac == "op" else arguments.ac,

@@ -166,7 +166,7 @@ def test_bf16_validation_and_tensorboard(folder):
             folder,
             model__flavor="debugmodel",
             training__mixed_precision_param="bfloat16",
-            dmuon__mode="z2",
+            dmuon__reshard_after_forward=False,
             validation__enable=True,
             validation__dataset="text",
             validation__dataset_path=folder / "corpus" / "00[0-6].txt",

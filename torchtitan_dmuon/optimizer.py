@@ -56,6 +56,7 @@ def build_optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimize
             cautious_weight_decay=section.cautious_weight_decay,
             qk_clip=qk_clip,
             adamw_implementation=opt.implementation,
+            replicate_async=section.replicate_async,
         )
     except ValueError as error:
         raise ConfigError("[optimizer] and [dmuon]", None, str(error)) from None
@@ -143,11 +144,12 @@ def clip_gradients(optimizer: torch.optim.Optimizer, config: JobConfig, meshes: 
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not isinstance(optimizer, dmuon.Muon):
         # FSDP2's gradients lie on other meshes than those of tensor parallelism: torch's clip_grad_norm_ refuses that.
-        lanes = [dmuon.Lane("clip", group, meshes.device) for group in meshes.groups]
-        return dmuon.clip_gradients_(gradients, max_norm, lanes)
+        return dmuon.clip_gradients_(gradients, max_norm, meshes.groups, meshes.device, plain="replicated")
     if config.dmuon.clip == "joint":
         return dmuon.clip_total_grad_norm_(optimizer, max_norm)
-    norms = dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, adamw_grads=gradients, max_norm=max_norm)
+    norms = dmuon.try_clip_optimizer_grad_norm_buckets_(
+        optimizer, adamw_grads=gradients, max_norm=max_norm, plain="replicated"
+    )
     return torch.linalg.vector_norm(torch.stack([norms["muon"], norms["adamw"]]))
 
 

@@ -122,7 +122,7 @@ def test_config_is_frozen_and_shares_no_lists():
             "lr_scheduler.decay_ratio (command line): found 1.5, expected float >= 0 and <= 1, or none",
         ),
         ("--checkpoint.enable 1", "checkpoint.enable (command line): found '1', expected true or false"),
-        ("--dmuon.mode z1", "dmuon.mode (command line): found 'z1', expected one of 'z2', 'z3'"),
+        ("--dmuon.clip all", "dmuon.clip (command line): found 'all', expected one of 'joint', 'buckets'"),
         (
             "--compile.components model,optimizer",
             "compile.components (command line): found ['model', 'optimizer'], expected list of 'model', 'loss'",

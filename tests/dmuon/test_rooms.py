@@ -13,19 +13,20 @@ DMUON = Path(__file__).parents[2] / "torchtitan_dmuon" / "dmuon"
 PACKAGE = "torchtitan_dmuon.dmuon"
 FILES = sorted(str(path.relative_to(DMUON).with_suffix("")) for path in DMUON.rglob("*.py"))  # as "runtime/unit"
 
-# The arrows: a room -> the rooms that its files may import, beside its own. ``dedicate``, ``guards``, ``nested`` and
-# ``__init__`` are files.
+# The arrows: a room -> the rooms that its files may import, beside its own. ``dedicate``, ``guards``, ``nested``,
+# ``migration`` and ``__init__`` are files.
 BELOW = {
     "kernels": set(),
     "transport": set(),
     "ownership": set(),
     "nested": set(),
+    "migration": {"ownership"},
     "runtime": {"ownership", "transport", "nested"},
     "guards": {"runtime", "transport"},
     "state": {"runtime", "ownership", "transport"},
-    "optimizer": {"state", "runtime", "kernels", "ownership", "transport"},
+    "optimizer": {"state", "runtime", "kernels", "ownership", "transport", "migration"},
     "extras": {"optimizer", "state", "runtime", "kernels", "ownership", "transport"},
-    "dedicate": {"runtime", "kernels", "ownership", "transport", "guards"},
+    "dedicate": {"runtime", "kernels", "ownership", "transport", "guards", "migration"},
     "__init__": {"dedicate", "extras", "optimizer", "state", "runtime", "kernels", "ownership", "transport"},
 }
 OTHERS = {"torch", "triton", "quack"}  # beside the standard library

@@ -29,6 +29,9 @@ def build(
 ):
     """(model, optimizer) dedicated over ``mesh`` = (replicate, shard, tp) sizes, by default 1-D, and wrapped by tensor
     parallelism and FSDP2 as in the guide."""
+    muon = {"gradients_reduced_elsewhere": not shard, **(muon or {})}
+    if "mode" in dedicate:  # as behaviours.md calls them
+        dedicate["reshard_after_forward"] = {"z2": False, "z3": True}[dedicate.pop("mode")]
     replicate, size, tp = mesh or (1, world, 1)
     assert replicate * size * tp == world
     model = ToyModel() if model is None else model
@@ -49,8 +52,7 @@ def build(
         for layer in model.layers:
             fully_shard(layer, mesh=data_mesh, **(fsdp or {}))
         fully_shard(model, mesh=data_mesh, **(fsdp or {}))
-    # Without fully_shard such a test looks at dedicated parameters alone, or has no others.
-    return model, dmuon.Muon(model, gradients_reduced_elsewhere=not shard, **(muon or {})) if optimizer else None
+    return model, dmuon.Muon(model, **muon) if optimizer else None
 
 
 needs_dtensor_collectives = pytest.mark.skipif(DEVICE == "cuda", reason="they crash over gloo on CUDA (torch 2.11)")

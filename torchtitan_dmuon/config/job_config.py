@@ -297,10 +297,8 @@ class DMuon:
         choices=("joint", "buckets"),
     )
     split_heads: bool = key(False, "orthogonalise query, key and value of each head by itself")
-    mode: str = key(
-        "z3",
-        "packed weights: z3 frees them after forward and backward, z2 keeps them until the optimizer changes them",
-        choices=("z2", "z3"),
+    reshard_after_forward: bool = key(
+        True, "free unsharded weights after use (Z3); false keeps them until the optimizer changes them (Z2)"
     )
     prefetch: int = key(1, "units unsharded ahead of the one that computes", minimum=0)
     include: list[str] = key([], "FQN globs of parameters to train with Muon beside the default ones")

@@ -51,6 +51,7 @@ UNSUPPORTED: dict[str, str] = {
         "determinism_check",
         "debug",
     ),
+    "dmuon.mode": "use dmuon.reshard_after_forward: true was z3, false was z2",
     "quantize": _NOT_YET,
     **_not_yet("comm", "trace_buf_size", "save_traces_folder", "save_traces_file_prefix", "mode"),
     "memory_estimation": _NOT_YET,

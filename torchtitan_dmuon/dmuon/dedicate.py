@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .guards import guard
 from .kernels.accumulate import add, copy
 from .kernels.newton_schulz import newton_schulz_flops
+from .migration import refuse
 from .ownership.assignment import Assignment, assign
 from .ownership.boundaries import hook_boundaries
 from .ownership.classify import canonical_fqn
@@ -33,8 +35,6 @@ from .transport.lane import GROUP_POLICIES, Lanes, build_lanes
 
 logger = logging.getLogger(__name__)
 
-MODES = ("z2", "z3")
-
 
 def dedicate_params(
     model: nn.Module,
@@ -45,13 +45,13 @@ def dedicate_params(
     tp_mesh: DeviceMesh | None = None,
     param_policy: Mapping[str, Any] | None = None,
     route_hint_fn: Callable[[str, nn.Parameter], str | None] | None = None,
-    mode: str = "z3",
+    reshard_after_forward: bool = True,
     prefetch: int = 1,
     process_group_policy: str = "isolated",
-    replicate_async: bool = True,
     hook_boundary_predicate: Callable[[str, nn.Module], bool] | None = None,
-    strict_hook_boundary: bool = True,
+    hook_boundary_strict: bool = True,
     reasons: Mapping[str, str] | None = None,
+    **unknown: Any,
 ) -> Assignment:
     """Give every selected parameter one owner rank. Call it before ``fully_shard``. Collective over the meshes.
 
@@ -68,15 +68,13 @@ def dedicate_params(
         predicate: ``(name, parameter) -> bool``; names have no wrapper prefixes. ``None``: the weights of linear
             layers inside repeated blocks (``ownership/classify.py``).
         param_policy, route_hint_fn: see ``ownership/policy.py``.
-        mode: ``z3`` frees unsharded weights after use and broadcasts them again for backward; ``z2`` keeps them
-            until the optimizer changes them.
+        reshard_after_forward: free unsharded weights after use and broadcast them again for backward (Z3); else keep
+            them until the optimizer changes them (Z2).
         prefetch: number of units whose broadcasts are launched ahead.
         process_group_policy: ``isolated`` makes own process groups, ``shared`` uses the meshes'.
-        replicate_async: new weights travel to replicas and tensor-parallel shards while the next step begins; else
-            ``step`` waits for them. Bitwise the same.
         hook_boundary_predicate: ``(module name, module) -> bool``: the nearest enclosing module that it accepts is
             where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
-        strict_hook_boundary: a parameter without an accepted enclosing module is an error; else the root is used.
+        hook_boundary_strict: a parameter without an accepted enclosing module is an error; else the root is used.
         reasons: why each parameter is or is not selected, by name, for the ownership table.
 
     Returns:
@@ -87,10 +85,12 @@ def dedicate_params(
         ValueError: the predicate selects nothing, a policy rule is wrong, or ``mesh`` does not fit. All checks come
             before the first collective.
     """
-    _check(model, mode, prefetch, process_group_policy)
+    if unknown:
+        refuse("dedicate_params", unknown, inspect.signature(dedicate_params).parameters)
+    _check(model, prefetch, process_group_policy)
     selection = select(model, predicate, reasons or {})
     specs = resolve_specs(selection.params, selection.reasons, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = hook_boundaries(model, selection.params, hook_boundary_predicate, strict_hook_boundary)
+    boundaries = hook_boundaries(model, selection.params, hook_boundary_predicate, hook_boundary_strict)
     decided = decide(model, selection, specs, boundaries, tp_mesh)
     torch_private.teach_fully_shard_to_skip_dedicated()
     grid = build_grid(mesh, replicate_mesh, decided.tp_mesh)
@@ -103,8 +103,8 @@ def dedicate_params(
     params = {fqn: _build_param(fqn, decided, runs[fqn], assignment, grid) for fqn in decided.params}
     lanes = build_lanes(mesh, replicate_mesh, decided.tp_mesh, grid, process_group_policy)
     units = _build_units(model, decided, params, grid, lanes)
-    schedule = UnitSchedule(units, lanes, mode == "z2", prefetch, divide_factor=float(grid.shape[0] * grid.shape[1]))
-    runtime = Runtime(model, units, lanes, grid, assignment, schedule, selection.skipped, replicate_async)
+    schedule = UnitSchedule(units, lanes, reshard_after_forward, prefetch, float(grid.shape[0] * grid.shape[1]))
+    runtime = Runtime(model, units, lanes, grid, assignment, schedule, selection.skipped)
     _take_over(runtime)
     register_hooks(model, schedule)
     vars(model)[RUNTIME_ATTRIBUTE] = runtime
@@ -117,9 +117,7 @@ def dedicate_params(
     return assignment
 
 
-def _check(model: nn.Module, mode: str, prefetch: int, process_group_policy: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+def _check(model: nn.Module, prefetch: int, process_group_policy: str) -> None:
     if prefetch < 0:
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")
     if process_group_policy not in GROUP_POLICIES:

@@ -131,10 +131,9 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
                 },
                 "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
             },
-            mode=config.dmuon.mode,
+            reshard_after_forward=config.dmuon.reshard_after_forward,
             prefetch=config.dmuon.prefetch,
             process_group_policy=config.dmuon.process_group_policy,
-            replicate_async=config.dmuon.replicate_async,
         )
     except ValueError as error:  # found on every rank, before the first collective
         raise ConfigError("[dmuon]", None, str(error)) from None
@@ -142,8 +141,12 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
     dmuon.set_gradient_divide_factor(model, 1.0)
     logger.info(
         "Dedicated %d parameters to %d owners (%s, %s groups), owner load max/mean %.3f",
-        *(len(dmuon.get_dedicated_params(model)), meshes.grid.size(), config.dmuon.mode.upper()),
-        *(config.dmuon.process_group_policy, 1 + assignment.imbalance),
+        *(len(dmuon.get_dedicated_params(model)), meshes.grid.size()),
+        *(
+            "Z3" if config.dmuon.reshard_after_forward else "Z2",
+            config.dmuon.process_group_policy,
+            1 + assignment.imbalance,
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """Norms and clipping over dedicated and FSDP2 gradients, against one process (behaviour 14 of docs/design)."""
 
+import logging
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import dmuon
 from tests.support.harness import (
+    EVERY_ROUTE,
     assert_same,
     build,
     data_rank,
@@ -139,16 +141,26 @@ def test_norm_over_different_meshes(rank, world):
     shards = [distribute_tensor(x, mesh, where, src_data_rank=None) for x, where in zip(full, placements, strict=True)]
     own = [torch.full((2, 2), float(r + 1)) for r in range(world)]
     alike = torch.randn(3, 3, generator=generator)
-    everything = torch.cat([x.double().flatten() for x in [*full, *own, alike]])
     lanes = build(world)[0]._dmuon_runtime.lanes.covering
+    everything = torch.cat([x.double().flatten() for x in [*full, *own, alike]])
     for p in NORMS:
-        (norm,) = combine_norms([[*local_parts([*shards, alike], world), (own[rank], 1)]], p, lanes, CPU)
+        parts = [*local_parts([*shards, alike], world, "replicated"), *local_parts([own[rank]], world, "sharded")]
+        (norm,) = combine_norms([parts], p, lanes, CPU)
         torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
-        copies = [x.clone() for x in (*shards, alike, own[rank])]
-        norm = clip_gradients_(copies[:-1], 1e-2, lanes, p, owned=[(copies[-1], 1)])
-        torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
-        for copy, whole in zip(copies, [*full, alike, own[rank]], strict=True):
-            torch.testing.assert_close(full_tensor(copy), whole * (1e-2 / (norm + 1e-6)), atol=0, rtol=1e-6)
+        for plain, mine, wholes, members in (
+            ("replicated", [*shards, alike], [*full, alike], [*full, alike]),
+            ("sharded", [*shards, own[rank]], [*full, own[rank]], [*full, *own]),
+        ):
+            whole_norm = torch.cat([x.double().flatten() for x in members]).norm(p)
+            copies = [x.clone() for x in mine]
+            for bound, factor in ((None, 1.0), (1e-2, 1e-2 / (whole_norm + 1e-6))):
+                norm = clip_gradients_(copies, bound, [dist.group.WORLD], torch.device(CPU), p, plain=plain)
+                torch.testing.assert_close(norm.double(), whole_norm, atol=0, rtol=1e-6)
+                for copy, whole in zip(copies, wholes, strict=True):
+                    torch.testing.assert_close(full_tensor(copy), whole * factor, atol=0, rtol=1e-6, check_dtype=False)
+    for plain, message in ((None, r"shape \[3, 3\] is a plain tensor: say whether"), ("some", "must be one of")):
+        with pytest.raises(ValueError, match=message):
+            clip_gradients_([alike], 1.0, [dist.group.WORLD], torch.device(CPU), plain=plain)
 
 
 @pytest.mark.parametrize("mesh", GRIDS)
@@ -207,24 +219,20 @@ def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
         distribute_tensor(pair, grid, [Shard(0), Replicate()], src_data_rank=None),
     ]
     for gradient, share in zip(gradients, (1 / 2, 1 / 4, 1 / 2, 1 / 2), strict=True):
-        ((part, copies),) = local_parts([gradient], world)
+        ((part, copies),) = local_parts([gradient], world, None)
         assert 1 / copies == share
         assert part.data_ptr() == gradient.to_local().data_ptr()
-    # Two ranks hold the same owned gradient: those of one tp column.
-    owned = [torch.full((2, 3), 1.0 + column) for column in range(2)]
-    everything = torch.cat([x.double().flatten() for x in (split, same, deep, pair, *owned)])
+    everything = torch.cat([x.double().flatten() for x in (split, same, deep, pair)])
     for mesh in ((1, 2, 2), (1, 4, 1)):
         lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.covering
         assert len(lanes) == (2 if mesh[2] > 1 else 1)
         for p in NORMS:
             copies = [x.clone() for x in gradients]
-            mine = owned[rank % 2].clone()
-            norm = clip_gradients_(copies, 1e-2, lanes, p, owned=[(mine, 2)])
+            norm = clip_gradients_(copies, 1e-2, [lane.group for lane in lanes], torch.device(CPU), p)
             torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
             factor = 1e-2 / (norm + 1e-6)
             for copy, whole in zip(copies, (split, same, deep, pair), strict=True):
                 torch.testing.assert_close(copy.full_tensor(), whole * factor, atol=0, rtol=1e-6)
-            torch.testing.assert_close(mine, owned[rank % 2] * factor, atol=0, rtol=1e-6)
 
 
 @distributed(world=2)
@@ -232,7 +240,7 @@ def test_a_partial_gradient_is_refused(rank, world):
     mesh = flat_mesh(world)
     partial = torch.distributed.tensor.DTensor.from_local(torch.ones(3), mesh, [Partial()])
     with pytest.raises(ValueError, match="partial gradient"):
-        local_parts([partial], 1)
+        local_parts([partial], 1, None)
 
 
 @distributed(world=2)
@@ -376,7 +384,7 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
                     torch.testing.assert_close(grad, before[name], atol=0, rtol=0, equal_nan=True)
                 everything = clip is dmuon.clip_total_grad_norm_
                 others = [q.grad for q in model.parameters() if q.grad is not None] if everything else []
-                parts = [(own.grad, 1) for own in dmuon.get_owned_params(model)] + local_parts(others, world)
+                parts = [(own.grad, 1) for own in dmuon.get_owned_params(model)] + local_parts(others, world, None)
                 (norm,) = combine_norms([parts], p, model._dmuon_runtime.lanes.covering, CPU)
                 assert is_expected(norm), (value, p)
     if mine:
@@ -456,3 +464,25 @@ def test_an_infinite_max_norm_only_measures(rank, world):
     before = {name: grad.clone() for name, grad in full_gradients(model).items()}
     assert dmuon.clip_total_grad_norm_(optimizer, math.inf) > 0
     assert_same(full_gradients(model), before, atol=0, rtol=0)
+
+
+@distributed(world=2)
+def test_gradients_that_the_guides_clip_leaves_out_are_told_once(rank, world):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("torchtitan_dmuon.dmuon.optimizer.clip").addHandler(handler)
+    try:
+        for options, told in (({}, 0), (EVERY_ROUTE, 1)):
+            model, optimizer = build(world, **options)
+            for _ in range(2):
+                backward(model, rank)
+                before = full_gradients(model)
+                measured = dmuon.clip_grad_norm_(optimizer, None)
+                assert_same(full_gradients(model), before, atol=0, rtol=0)
+                torch.testing.assert_close(dmuon.clip_grad_norm_(optimizer, 1e-3), measured, atol=0, rtol=0)
+                optimizer.step()
+            assert len(records) == told
+        assert "embed.weight among them: call clip_total_grad_norm_" in records[0]
+    finally:
+        logging.getLogger("torchtitan_dmuon.dmuon.optimizer.clip").removeHandler(handler)

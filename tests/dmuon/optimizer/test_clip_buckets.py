@@ -43,8 +43,9 @@ def test_over_meshes_with_one_collective(rank, world):
             ]
             plain = [x.clone() for x in alike]
             counted.clear()
+            bounds = {"regular": 0.1, "muon": 1.0, "adamw": bound}
             norms = dmuon.try_clip_optimizer_grad_norm_buckets_(
-                optimizer, [shards[0], None, *shards[1:]], plain, {"regular": 0.1, "muon": 1.0, "adamw": bound}, p
+                optimizer, [shards[0], None, *shards[1:]], plain, bounds, p, plain="replicated"
             )
             assert len(counted) == 1, "one collective for all buckets"
             assert list(norms) == ["regular", "muon", "adamw"] and norms["muon"] == 0.0
@@ -108,13 +109,21 @@ def test_errors_are_raised_everywhere_and_change_nothing(rank, world):
         dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, max_norm={"muon": 1.0})
     with pytest.raises(ValueError, match="must be positive"):
         dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, max_norm=0.0)
+    with pytest.raises(ValueError, match="plain='sharded'"):
+        dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, adamw_grads=[torch.ones(3)])
+    measured = dmuon.try_clip_optimizer_grad_norm_buckets_(
+        optimizer, adamw_grads=[torch.full((2,), 3.0 + rank)], max_norm=None, plain="sharded"
+    )
+    torch.testing.assert_close(measured["adamw"], torch.tensor(50.0).sqrt())
     bad = torch.tensor([float("nan") if rank == 0 else 1.0])
     for p in NORMS:
         with pytest.raises(RuntimeError, match=r"'regular': nan.*nothing was clipped"):
             # what every rank holds alike is not alike here: the sum carries rank 0's NaN to the other
             dmuon.try_clip_optimizer_grad_norm_buckets_(
-                optimizer, regular_grads=[bad], max_norm=1e-3, norm_type=p, error_if_nonfinite=True
+                optimizer, regular_grads=[bad], max_norm=1e-3, norm_type=p, error_if_nonfinite=True, plain="replicated"
             )
-        norms = dmuon.try_clip_optimizer_grad_norm_buckets_(optimizer, [bad.clone()], max_norm=1e9, norm_type=p)
+        norms = dmuon.try_clip_optimizer_grad_norm_buckets_(
+            optimizer, [bad.clone()], max_norm=1e9, norm_type=p, plain="replicated"
+        )
         assert norms["regular"].isnan() and norms["muon"].isfinite()
     assert_same(full_gradients(model), before, atol=0, rtol=0)

@@ -183,10 +183,9 @@ def train_drawn(draw, rank, world):
         make(draw),
         mesh=draw.mesh,
         shard=not draw.everything,
-        muon={**draw.hyper, "ns_backend": counting},
+        muon={**draw.hyper, "ns_backend": counting, "replicate_async": draw.replicate_async},
         mode=draw.mode,
         prefetch=draw.prefetch,
-        replicate_async=draw.replicate_async,
         **policy,
     )
     model.checkpointed = draw.checkpointed

@@ -1,8 +1,11 @@
 """State by name: a restart continues bitwise (behaviour 15 of docs/design)."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
@@ -10,6 +13,7 @@ from tests.support.harness import EVERY_ROUTE, assert_same, build, data_rank, fl
 from tests.support.oracle import ToyModel, batch, is_proj
 from tests.support.pool import distributed
 from tests.support.toy import read_checkpoint
+from torchtitan_dmuon.dmuon.state.pieces import parts_of
 
 BF16 = {
     "fsdp": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
@@ -51,18 +55,45 @@ def test_restart_is_bitwise(rank, world, mode, precision):
 
 
 @distributed(world=2)
-def test_every_tensor_has_one_writer(rank, world):
+def test_every_rank_has_every_name_and_one_rank_the_tensor(rank, world):
     model, optimizer = build(world)
     train(model, optimizer, 1, rank)
-    names = [None] * world
-    torch.distributed.all_gather_object(names, sorted(state_of(model, optimizer)))
+    state = state_of(model, optimizer)
+    held = {
+        name: (tuple(tensor.size()), [tuple(offset) for _, offset in parts_of(tensor)[1]])
+        for name, tensor in state.items()
+    }
+    everyone = [None] * world
+    torch.distributed.all_gather_object(everyone, held)
+    assert all(list(names) == list(held) for names in everyone)
+    assert all([size for size, _ in names.values()] == [size for size, _ in held.values()] for names in everyone)
     for dp in dmuon.get_dedicated_params(model):
         for key in (f"model.{dp.fqn}", f"optim.{dp.fqn}.momentum_buffer"):
-            assert [key in held for held in names] == [r == dp.owner_rank for r in range(world)], key
-    everything = set(names[0]) | set(names[1])
-    assert {f"model.{n}" for n, _ in ToyModel().named_parameters()} <= everything
+            assert [bool(names[key][1]) for names in everyone] == [r == dp.owner_rank for r in range(world)], key
+    assert {f"model.{n}" for n, _ in ToyModel().named_parameters()} <= held.keys()
     rest = [n for n, p in ToyModel().named_parameters() if not is_proj(n, p)]
-    assert {f"optim.{n}.{key}" for n in rest for key in ("step", "exp_avg", "exp_avg_sq")} <= everything
+    assert {f"optim.{n}.{key}" for n in rest for key in ("step", "exp_avg", "exp_avg_sq")} <= held.keys()
+
+
+@distributed(world=2)
+def test_what_would_lose_tensors_is_refused(rank, world):
+    """Pickling a rank's part, PyTorch's own function for optimizers, and a whole dict that is not said to be one."""
+    model, optimizer = build(world)
+    train(model, optimizer, 1, rank)
+    state, moments = dmuon.get_model_state_dict(model), dmuon.get_optimizer_state_dict(model, optimizer)
+    for part in (state, moments, optimizer.state_dict()):
+        with pytest.raises(RuntimeError, match=r"dcp\.save.*full_state_dict=True"):
+            torch.save(part, io.BytesIO())
+    with pytest.raises(RuntimeError, match=r"use dmuon\.get_optimizer_state_dict"):
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)
+    before = full_weights(model)
+    whole = dmuon.get_model_state_dict(build(world, ToyModel(seed=5), optimizer=False)[0], full_state_dict=True)
+    with pytest.raises(ValueError, match="whole tensor in the state dict: pass full_state_dict=True"):
+        dmuon.set_model_state_dict(model, whole)
+    whole = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    with pytest.raises(ValueError, match="pass full_state_dict=True"):
+        dmuon.set_optimizer_state_dict(model, optimizer, whole)
+    assert_same(full_weights(model), before, atol=0, rtol=0)
 
 
 @distributed(world=2)

@@ -104,7 +104,7 @@ def test_asynchronous_publish_is_bitwise(rank, world, mesh):
     shape = MESHES[mesh]
     weights = []
     for replicate_async in (True, False):
-        model, optimizer = build(world, odd_model(), mesh=shape, replicate_async=replicate_async)
+        model, optimizer = build(world, odd_model(), mesh=shape, muon={"replicate_async": replicate_async})
         losses = train(model, optimizer, 10, data_rank(rank, shape))
         weights.append(({"losses": torch.tensor(losses)}, full_weights(model)))
     assert_same(weights[0][0], weights[1][0], atol=0, rtol=0)

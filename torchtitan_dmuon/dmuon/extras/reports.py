@@ -124,7 +124,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     once), and how even the owners' loads are. JSON-able; not collective. Only dedicated parameters count.
 
     Returns:
-        ``mode``: ``z2`` or ``z3``.
+        ``reshard_after_forward``: as it was dedicated.
         ``mesh``: sizes of ``replicate``, ``shard`` and ``tp``.
         ``lanes``: for each of ``transport.lane.LANES``, zeros where nothing travels: ``ranks`` (size of its group),
             ``collectives`` (NCCL sends those of one unit as one), ``payload_bytes`` (the buffers handed to them) and
@@ -142,13 +142,13 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     }
     for unit in runtime.units:
         for lane, payload, sent in _transfers(unit.pack):
-            times = 1 if lane != "unshard" or schedule.keep_unsharded or schedule.stays(unit) else 2
+            times = 1 if lane != "unshard" or not schedule.reshard_after_forward or schedule.stays(unit) else 2
             plan[lane]["collectives"] += times
             plan[lane]["payload_bytes"] += times * payload
             plan[lane]["sent_bytes_per_rank"] += times * sent
     assignment = runtime.assignment
     return {
-        "mode": "z2" if schedule.keep_unsharded else "z3",
+        "reshard_after_forward": schedule.reshard_after_forward,
         "mesh": dict(zip(("replicate", "shard", "tp"), runtime.grid.shape, strict=True)),
         "lanes": plan,
         "owner_load": {"flops": _load(assignment.flops), "bytes": _load(assignment.bytes)},

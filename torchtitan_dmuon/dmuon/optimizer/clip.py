@@ -4,7 +4,9 @@ mesh dimension, and the host does not wait for the device."""
 
 from __future__ import annotations
 
+import logging
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +20,22 @@ from ..runtime.param import Piece
 from ..transport.lane import Lane
 from .muon import Muon
 
+logger = logging.getLogger(__name__)
+
 # A gradient's local part, with the number of ranks that hold the same: it counts 1 / copies on each.
 Part = tuple[torch.Tensor, int]
 Buckets = Mapping[str, Sequence[Part]]
+PLAIN = ("replicated", "sharded")  # what a plain tensor may be: the same on every rank, or a part of its own
 
 
-def local_parts(gradients: Iterable[torch.Tensor | None], ranks: int) -> list[Part]:
-    """The local part of each gradient that there is. A plain tensor is held alike by all ``ranks``; how many hold a
-    part of a DTensor follows from its mesh and placements."""
+def local_parts(gradients: Iterable[torch.Tensor | None], ranks: int, plain: str | None) -> list[Part]:
+    """The local part of each gradient that there is. How many ranks hold a part of a DTensor follows from its mesh and
+    placements; of a plain tensor ``plain`` says it. Raises ValueError where that is needed and missing."""
+    if plain not in (None, *PLAIN):
+        raise ValueError(f"plain must be one of {PLAIN}, got {plain!r}")
     parts = []
     for grad in (grad for grad in gradients if grad is not None):
-        copies = ranks
+        copies = 1 if plain == "sharded" else ranks
         if isinstance(grad, DTensor):
             copies = ranks // grad.device_mesh.size()  # ranks outside its mesh hold the same again
             for dim, placement in enumerate(grad.placements):
@@ -36,6 +43,11 @@ def local_parts(gradients: Iterable[torch.Tensor | None], ranks: int) -> list[Pa
                     raise ValueError("a partial gradient has no norm before it is reduced")
                 copies *= grad.device_mesh.size(dim) if placement.is_replicate() else 1
             grad = grad.to_local()
+        elif plain is None and ranks > 1:
+            raise ValueError(
+                f"a gradient of shape {list(grad.shape)} is a plain tensor: say whether every rank holds the same "
+                "(plain='replicated') or a part of its own (plain='sharded')"
+            )
         parts.append((grad, copies))
     return parts
 
@@ -78,12 +90,16 @@ def combine_norms(
 
 
 def _clip(
-    buckets: Buckets, max_norms: Mapping[str, float], lanes: Sequence[Lane], norm_type: float, error_if_nonfinite: bool
+    buckets: Buckets,
+    max_norms: Mapping[str, float | None],
+    lanes: Sequence[Lane],
+    norm_type: float,
+    error_if_nonfinite: bool,
 ) -> dict[str, torch.Tensor]:
     """Scale every bucket in place by ``max_norm / (norm + 1e-6)`` where that is below one, and return the norms.
-    Collective. Nothing is changed if an error is raised."""
+    ``None`` in place of a bound only measures. Collective. Nothing is changed if an error is raised."""
     for value in (*max_norms.values(), norm_type):
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ValueError(f"max_norm and norm_type must be positive, got {dict(max_norms)} and {norm_type}")
     totals = combine_norms(buckets.values(), float(norm_type), lanes, lanes[0].device)
     norms = dict(zip(buckets, totals.unbind(), strict=True))
@@ -92,6 +108,8 @@ def _clip(
         told = next(iter(values.values())) if len(values) == 1 else values
         raise RuntimeError(f"the total gradient norm (order {norm_type}) is {told}; nothing was clipped")
     for name, parts in buckets.items():
+        if max_norms[name] is None:
+            continue
         factor = (max_norms[name] / (norms[name] + 1e-6)).clamp(max=1.0)
         for device in {grad.device for grad, _ in parts}:
             torch._foreach_mul_([grad for grad, _ in parts if grad.device == device], factor.to(device))
@@ -105,20 +123,23 @@ def _parts(pieces: Iterable[Piece]) -> list[Part]:
 @torch.no_grad()
 def clip_gradients_(
     gradients: Iterable[torch.Tensor | None],
-    max_norm: float,
-    lanes: Sequence[Lane],
+    max_norm: float | None,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    owned: Sequence[Part] = (),
+    plain: str | None = None,
 ) -> torch.Tensor:
-    """Clip by one joint p-norm, and return the norm before clipping. Collective over ``lanes``, whose groups together
-    span the ranks. Raises as :func:`clip_grad_norm_`.
+    """Clip by one joint p-norm, and return the norm before clipping. Collective over ``groups``, one after the other,
+    which together span the ranks (one for each mesh dimension). Raises as :func:`clip_grad_norm_`.
 
     Args:
-        gradients: DTensors on any mesh within the ranks, or plain tensors that all ranks hold alike.
-        owned: plain gradients, each with the number of ranks that hold it alike.
+        gradients: DTensors on any mesh within the ranks, or plain tensors.
+        device: on which the groups communicate.
+        plain: what plain tensors are: ``replicated``, alike on all ranks, or ``sharded``, a part of its own on each.
     """
-    parts = [*local_parts(gradients, math.prod(lane.size for lane in lanes)), *owned]
+    lanes = [Lane("clip", group, device) for group in groups]
+    parts = local_parts(gradients, math.prod(lane.size for lane in lanes), plain)
     return _clip({"": parts}, {"": max_norm}, lanes, norm_type, error_if_nonfinite)[""]
 
 
@@ -136,6 +157,7 @@ class GradientEntry:
 Strategy = Callable[[list[GradientEntry], float, float, Sequence[Lane]], torch.Tensor]
 
 _GLOBAL_NORM = "global_norm"
+_TOLD: weakref.WeakSet[Muon] = weakref.WeakSet()  # whose users know of the AdamW routes
 _STRATEGIES: dict[str, Strategy] = {}
 
 
@@ -149,15 +171,17 @@ def register_muon_grad_clip_strategy(name: str, strategy: Strategy) -> None:
 @torch.no_grad()
 def clip_grad_norm_(
     optimizer: Muon,
-    max_norm: float,
+    max_norm: float | None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     strategy: str = _GLOBAL_NORM,
 ) -> torch.Tensor:
     """Clip the dedicated Muon gradients, and only them, before momentum and Newton-Schulz. Collective; waits for
-    reductions in flight. A backward after it adds to the clipped gradients.
+    reductions in flight. A backward after it adds to the clipped gradients. Says once if dedicated parameters on an
+    AdamW route stay unclipped.
 
     Args:
+        max_norm: the bound; ``None`` only measures (a strategy gets it as infinity).
         strategy: how; by default by their global p-norm. Others are registered with
             :func:`register_muon_grad_clip_strategy`.
 
@@ -173,11 +197,17 @@ def clip_grad_norm_(
     if strategy not in known:
         raise ValueError(f"unknown clip strategy {strategy!r}{nearest(strategy, known)}; known: {', '.join(known)}")
     lanes = optimizer.runtime.lanes.covering
+    others = [dp.fqn for dp in optimizer.runtime.params if dp.spec.route != "muon" and dp.spec.trainable]
+    if others and optimizer not in _TOLD:
+        _TOLD.add(optimizer)
+        message = "clip_grad_norm_ leaves %d dedicated parameters on an AdamW route unclipped, %s among them: call %s"
+        logger.warning(message, len(others), others[0], "clip_total_grad_norm_ to clip all by one norm")
     pieces = [piece for piece in optimizer.runtime.arrived() if piece.spec.route == "muon"]
     if strategy == _GLOBAL_NORM:
-        return clip_gradients_((), max_norm, lanes, norm_type, error_if_nonfinite, _parts(pieces))
+        return _clip({"": _parts(pieces)}, {"": max_norm}, lanes, norm_type, error_if_nonfinite)[""]
     entries = [GradientEntry(piece.fqn, piece.dp.shape, piece.grad) for piece in pieces]
-    total = _STRATEGIES[strategy](entries, max_norm, float(norm_type), lanes)
+    bound = math.inf if max_norm is None else max_norm
+    total = _STRATEGIES[strategy](entries, bound, float(norm_type), lanes)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the gradient norm of strategy {strategy!r} is {total.item()}")
     return total
@@ -185,12 +215,14 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_total_grad_norm_(
-    optimizer: Muon, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    optimizer: Muon, max_norm: float | None, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """As :func:`clip_grad_norm_`, of all gradients of ``optimizer``, dedicated on any route and others."""
     owned, lanes = _parts(optimizer.runtime.arrived()), optimizer.runtime.lanes.covering
     others = [param.grad for group in optimizer.param_groups for param in group["params"]]
-    return clip_gradients_(others, max_norm, lanes, norm_type, error_if_nonfinite, owned)
+    # A plain parameter is alike on all ranks: Muon takes no other.
+    parts = owned + local_parts(others, math.prod(lane.size for lane in lanes), "replicated")
+    return _clip({"": parts}, {"": max_norm}, lanes, norm_type, error_if_nonfinite)[""]
 
 
 @torch.no_grad()
@@ -198,9 +230,10 @@ def try_clip_optimizer_grad_norm_buckets_(
     optimizer: Muon,
     regular_grads: Iterable[torch.Tensor | None] = (),
     adamw_grads: Iterable[torch.Tensor | None] = (),
-    max_norm: float | Mapping[str, float] = 1.0,
+    max_norm: float | Mapping[str, float | None] | None = 1.0,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    plain: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """Clip the gradients of a run as three buckets, each by its own norm: ``regular`` (``regular_grads``), ``muon``
     (dedicated matrices) and ``adamw`` (``adamw_grads`` and dedicated parameters on an AdamW route). Collective, one
@@ -208,16 +241,17 @@ def try_clip_optimizer_grad_norm_buckets_(
     of each before clipping; waiting, errors and norms are those of :func:`clip_grad_norm_`.
 
     Args:
-        regular_grads, adamw_grads: DTensors, or plain tensors that all ranks hold alike; ``None`` is left out.
-        max_norm: the bound of all buckets, or of each by name.
+        regular_grads, adamw_grads: DTensors, or plain tensors; ``None`` is left out.
+        max_norm: the bound of all buckets, or of each by name; ``None`` only measures.
+        plain: what plain tensors are, as for :func:`clip_gradients_`.
     """
     pieces, lanes = optimizer.runtime.arrived(), optimizer.runtime.lanes.covering
     ranks = math.prod(lane.size for lane in lanes)
     adamw = _parts(piece for piece in pieces if piece.spec.route != "muon")
     buckets = {
-        "regular": local_parts(regular_grads, ranks),
+        "regular": local_parts(regular_grads, ranks, plain),
         "muon": _parts(piece for piece in pieces if piece.spec.route == "muon"),
-        "adamw": local_parts(adamw_grads, ranks) + adamw,
+        "adamw": local_parts(adamw_grads, ranks, plain) + adamw,
     }
     max_norms = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(buckets, max_norm)
     if max_norms.keys() != buckets.keys():

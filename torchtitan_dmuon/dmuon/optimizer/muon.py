@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections import defaultdict
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from ..kernels.newton_schulz import NewtonSchulz
+from ..migration import refuse
 from ..ownership.classify import canonical_fqn
 from ..runtime.handle import Runtime, runtime_of
 from ..runtime.param import Piece
@@ -60,6 +62,8 @@ class Muon(NamedState):
         adamw_implementation: ``fused``, ``foreach`` or ``for-loop``.
         gradients_reduced_elsewhere: the caller averages the gradients of parameters that are neither dedicated nor
             sharded; parameters of a ``DistributedDataParallel`` inside ``model`` need no word.
+        replicate_async: new weights travel to replicas and tensor-parallel shards while the next step begins; else
+            ``step`` waits for them. Bitwise the same.
 
     Raises:
         ValueError: a value out of range, or a parameter whose gradient nobody averages over the ranks.
@@ -87,7 +91,11 @@ class Muon(NamedState):
         qk_clip: AfterUpdate | None = None,
         adamw_implementation: str = "fused",
         gradients_reduced_elsewhere: bool = False,
+        replicate_async: bool = True,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            refuse("Muon", unknown, inspect.signature(Muon).parameters)
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {tuple(SCALES)}, got {scale!r}")
         if adamw_implementation not in adamw.IMPLEMENTATIONS:
@@ -101,6 +109,7 @@ class Muon(NamedState):
         self.rule = UpdateRule(ns_backend, scale, cautious_weight_decay, self.normuon)
         self.runtime = runtime_of(model)
         self._check_runtime()
+        self.runtime.replicate_async = replicate_async
         self.qk_clip = qk_clip
         if qk_clip is not None:
             qk_clip.check(self.runtime)
@@ -141,6 +150,8 @@ class Muon(NamedState):
     def _lay_out(self) -> None:
         """Create the state of what this rank owns and set the order of its updates. The largest stack comes first, and
         what arrives last in backward comes last in its stack: the step begins meanwhile."""
+        for dp in self.dedicated:  # the state of no rank is empty, which PyTorch takes for an optimizer without steps
+            self.state[dp.param].update()
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         views: dict[tuple, list[MatrixView]] = defaultdict(list)
         adamw_pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)

@@ -15,8 +15,9 @@ import torch
 
 from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam, Piece
-from ..state.optimizer import HEAVY_BALL, State, adamw_state
+from ..state.optimizer import HEAVY_BALL, ByName, State, adamw_state
 from ..state.pieces import PartialTensor, logical_tensor, pair_parts, parts_of
+from ..transport.torch_private import state_dict_hooks
 from .amp import ScaledGradients
 from .groups import saved_hyperparameters
 from .normuon import NorMuon
@@ -69,9 +70,14 @@ class NamedState(ScaledGradients):
         """State by parameter name, hyperparameters by group, and the recipe: see ``named_state.py``. The same keys on
         every rank; tensors are live. For DCP: ``dcp.save({"optimizer": optimizer.state_dict()})``, and to load,
         ``dcp.load`` into the same and then :meth:`load_state_dict`. Not collective."""
+        for hook in state_dict_hooks(self, "state_dict_pre"):
+            hook(self)
         groups = [{**group, "params": [self.names[p] for p in group["params"]]} for group in self.param_groups]
-        state = {fqn: values for fqn, values in self.named_state().items() if values}
-        return {"state": state, "param_groups": groups, "muon": muon_recipe(self)}
+        state = ByName((fqn, values) for fqn, values in self.named_state().items() if values)
+        taken = {"state": state, "param_groups": groups, "muon": muon_recipe(self)}
+        for hook in state_dict_hooks(self, "state_dict_post"):
+            taken = _unless_none(hook(self, taken), taken)
+        return taken
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -84,6 +90,8 @@ class NamedState(ScaledGradients):
         Raises:
             ValueError: other groups, parameters or shapes, or momentum of another form; nothing has changed then.
         """
+        for hook in state_dict_hooks(self, "load_state_dict_pre"):
+            state_dict = _unless_none(hook(self, state_dict), state_dict)
         if "state" not in state_dict:
             raise ValueError(f"this is no state dict of Muon: it has no 'state', only {sorted(state_dict)}")
         check_muon_recipe(state_dict.get("muon", {}), self)
@@ -94,6 +102,8 @@ class NamedState(ScaledGradients):
             part.copy_(values)
         for group, values in updates:
             group.update(values)
+        for hook in state_dict_hooks(self, "load_state_dict_post"):
+            hook(self)
 
     def _paired(self, saved: State, fresh: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each part that this rank holds with its values in ``saved``, or zeros."""
@@ -109,6 +119,11 @@ class NamedState(ScaledGradients):
         if unknown := sorted(saved.keys() - live.keys()):
             raise ValueError(f"the state dict has {unknown[0]}, which this optimizer has not")
         return pairs
+
+
+def _unless_none(result: Any, before: Any) -> Any:
+    """A hook gives another state dict, or ``None`` for the one it was given."""
+    return before if result is None else result
 
 
 def _key(piece: Piece, name: str) -> str:

@@ -19,7 +19,7 @@ def hook_boundaries(
     """The name of the boundary module of each selected parameter, as ``named_modules`` gives it (the first of several).
 
     Args:
-        accept, strict: ``hook_boundary_predicate`` and ``strict_hook_boundary`` of ``dedicate_params``.
+        accept, strict: ``hook_boundary_predicate`` and ``hook_boundary_strict`` of ``dedicate_params``.
 
     Raises:
         ValueError: with ``strict``, a parameter around which ``accept`` takes no module.
@@ -41,7 +41,7 @@ def hook_boundaries(
         if boundary is None and strict:
             raise ValueError(
                 f"{name}: hook_boundary_predicate accepts no module around it; widen the predicate or pass "
-                "strict_hook_boundary=False to hook such parameters at the root"
+                "hook_boundary_strict=False to hook such parameters at the root"
             )
         found[fqns[id(param)]].add(first_name[model if boundary is None else boundary])
     # A parameter that several boundaries share is needed whenever one of them runs: it belongs to the root.

@@ -27,7 +27,7 @@ class Runtime:
         params: every dedicated parameter, in ``named_parameters`` order; the same on every rank.
         specs: as they were dedicated; an optimizer may force other routes later.
         skipped: canonical name -> why the parameter was not dedicated.
-        replicate_async: new weights travel to replicas and columns while the next step begins.
+        replicate_async: new weights travel to replicas and columns while the next step begins; the optimizer's choice.
         materialised: weights exist; the same on every rank, also on one that owns nothing.
         verify: raises RuntimeError where the model no longer holds the dedicated parameters.
     """
@@ -41,7 +41,6 @@ class Runtime:
         assignment: Assignment,
         schedule: UnitSchedule,
         skipped: dict[str, str],
-        replicate_async: bool,
     ) -> None:
         self.units = units
         self.lanes = lanes
@@ -52,7 +51,7 @@ class Runtime:
         order = {canonical_fqn(name): index for index, (name, _) in enumerate(model.named_parameters())}
         self.params = sorted((dp for unit in units for dp in unit.params), key=lambda dp: order[dp.fqn])
         self.specs = {dp.param: dp.spec for dp in self.params}
-        self.replicate_async = replicate_async
+        self.replicate_async = True
         self.materialised = False
         self.verify: Callable[[], None] = lambda: None  # set by guards.py
 

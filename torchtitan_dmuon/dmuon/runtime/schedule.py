@@ -47,20 +47,20 @@ class UnitSchedule:
     Args:
         units: every unit, in forward order.
         lanes: those of the units.
-        keep_unsharded: Z2: weights stay here until the optimizer changes them. Otherwise (Z3) they are resharded after
-            use and broadcast again for backward.
+        reshard_after_forward: Z3: weights are resharded after use and broadcast again for backward. Otherwise (Z2)
+            they stay here until the optimizer changes them.
         prefetch: how many units ahead are unsharded.
         divide_factor: the sum of the gradients over the data-parallel ranks is divided by it.
     """
 
     def __init__(
-        self, units: Sequence[Unit], lanes: Lanes, keep_unsharded: bool, prefetch: int, divide_factor: float
+        self, units: Sequence[Unit], lanes: Lanes, reshard_after_forward: bool, prefetch: int, divide_factor: float
     ) -> None:
         self.pinned = [unit for unit in units if unit.pinned]
         self.cyclic = [unit for unit in units if not unit.pinned]
         self.units = [*self.pinned, *self.cyclic]
         self.lanes = lanes
-        self.keep_unsharded = keep_unsharded
+        self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch
         self.divide_factor = divide_factor
         self.sync_gradients = True
@@ -193,10 +193,10 @@ class UnitSchedule:
         return unit.gradients_complete  # until then backward may still read its weights
 
     def _release(self, unit: Unit) -> None:
-        if self.keep_unsharded:
-            unit.hide()
-        else:
+        if self.reshard_after_forward:
             unit.reshard()
+        else:
+            unit.hide()
 
     def _release_all(self) -> None:
         for unit in self.units:

@@ -1,6 +1,6 @@
 """The tensors of a model, and of its optimizer, by canonical name, in the form ``torch.distributed.checkpoint`` (DCP)
-saves and loads. The owner alone has a dedicated parameter and its state; FSDP2 tensors are DTensors. A rank has no key
-for a tensor that lives elsewhere: so DCP learns who writes and reads it."""
+saves and loads: the same names on every rank. The owner alone has a dedicated parameter and its state, other ranks have
+a ``PartialTensor`` without parts; FSDP2 tensors are DTensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class HasNamedState(Protocol):
 def get_model_state_dict(model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False) -> Tensors:
     """The model's tensors by canonical name, in the master dtype.
 
-    By default this rank's part of them: owned masters, FSDP2 DTensors, plain parameters, persistent buffers. They are
-    the live tensors: loading into them in place and then calling :func:`publish_weights` loads the model. A tensor with
-    several names (tied) has its first one. Not collective.
+    By default this rank's part of them: masters (all, some or none of a parameter), FSDP2 DTensors, plain parameters,
+    persistent buffers. They are the live tensors: loading into them in place and then calling :func:`publish_weights`
+    loads the model. A tensor with several names (tied) has its first one. Not collective.
 
     Args:
         full_state_dict: whole tensors, as copies, under all their names, so that ``load_state_dict`` of the plain model
@@ -64,7 +64,8 @@ def set_model_state_dict(
         strict: tensors missing from ``state`` (and, of a full one, unknown tensors in it) are an error.
 
     Raises:
-        KeyError: a tensor is missing from ``state``, or unknown. ValueError: it is there in another layout or shape.
+        KeyError: a tensor is missing from ``state``, or unknown. ValueError: it is there in another layout or shape, or
+            whole without ``full_state_dict``. Nothing has changed then.
     """
     copy = _copier(model, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0)
     aliases = _aliases(model)
@@ -122,8 +123,9 @@ def _live_model(model: nn.Module) -> Tensors:
     if runtime is not None:
         runtime.check_usable("taking or setting its state")
         for dp in runtime.params:
-            if owned := [piece for piece in dp.pieces if piece.is_owned]:
-                live[dp.fqn] = logical_tensor([(piece, piece.master) for piece in owned])
+            owned = [(piece, piece.master) for piece in dp.pieces if piece.is_owned]
+            absent = PartialTensor.of(dp.shape, [], dp.spec.master_dtype)
+            live[dp.fqn] = logical_tensor(owned) if owned else absent
     return live | _persistent_buffers(model)
 
 
@@ -184,12 +186,16 @@ def _copier(model: nn.Module, *, full_state_dict: bool, broadcast_from_rank0: bo
 
 
 def _copy_parts(live: Tensors, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    pairs = []
     for name, tensor in live.items():
         if name in state:
-            for part, values in pair_parts(name, tensor, state[name]):
-                part.copy_(values)
+            if is_partial(tensor) and not is_partial(state[name]):
+                raise ValueError(f"{name} is a whole tensor in the state dict: pass full_state_dict=True")
+            pairs += pair_parts(name, tensor, state[name])
         elif strict:
             raise KeyError(f"{name} is missing from the state dict")
+    for part, values in pairs:
+        part.copy_(values)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -6,12 +6,11 @@ The tensors are live, as DCP saves and loads them in place. Where other ranks ho
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-
-from .pieces import is_absent
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -33,10 +32,22 @@ def adamw_state(adamw: torch.optim.AdamW, names: Mapping[torch.Tensor, str]) -> 
 
 
 def flat_view(state: State) -> dict[str, torch.Tensor]:
-    """The same tensors as ``<fqn>.<state name>``, without those of other ranks: DCP learns from the keys of every rank
-    who saves and loads a tensor."""
-    named = ((f"{fqn}.{name}", tensor) for fqn, values in state.items() for name, tensor in values.items())
-    return {name: tensor for name, tensor in named if not is_absent(tensor)}
+    """The same tensors as ``<fqn>.<state name>``."""
+    return {f"{fqn}.{name}": tensor for fqn, values in state.items() for name, tensor in values.items()}
+
+
+class ByName(dict):
+    """The ``state`` of an optimizer's state dict. ``torch.distributed.checkpoint.state_dict`` takes entries out by
+    number to put them back by name; of these, named already, it would lose those of other owners."""
+
+    def pop(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "torch.distributed.checkpoint.state_dict does not know of owners: use dmuon.get_optimizer_state_dict("
+            "model, optimizer) in place of get_optimizer_state_dict, or hand optimizer.state_dict() to dcp.save"
+        )
+
+    def __reduce__(self) -> tuple:
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load takes it without knowing this class
 
 
 def convert_ema_momentum(state: Mapping[str, Any], momentum: float) -> dict[str, Any]:

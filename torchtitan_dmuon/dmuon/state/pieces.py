@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -48,8 +48,11 @@ class PartialTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> PartialTensor:
         return self._map(lambda part: part.detach().clone())
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return PartialTensor.of, (self._whole, self._parts, self.dtype)
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise RuntimeError(
+            "a part of a tensor, whose rest other ranks hold, cannot be pickled: save the dict by "
+            "torch.distributed.checkpoint (dcp.save), or take whole tensors with full_state_dict=True"
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{list(part.shape)} at {list(offset)}" for part, offset in self._parts)
@@ -79,11 +82,6 @@ class PartialTensor(torch.Tensor):
 def is_partial(tensor: torch.Tensor) -> bool:
     """Whether the tensor stands for a whole one of which each rank holds parts."""
     return isinstance(tensor, PartialTensor | DTensor)
-
-
-def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor only tells the name and size of what other ranks hold."""
-    return isinstance(tensor, PartialTensor) and not tensor._parts
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[Size, list[Part]]:

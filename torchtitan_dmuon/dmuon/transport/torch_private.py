@@ -264,3 +264,9 @@ def own_persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """(name, buffer) of the module's own buffers that its ``state_dict`` holds."""
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     return [(name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set]
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer, event: str) -> list[Callable]:
+    """What users have given to the optimizer's ``register_<event>_hook``: ``event`` is ``state_dict_pre``,
+    ``state_dict_post``, ``load_state_dict_pre`` or ``load_state_dict_post``."""
+    return list(vars(optimizer)[f"_optimizer_{event}_hooks"].values())
