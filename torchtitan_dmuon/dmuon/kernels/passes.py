@@ -21,15 +21,10 @@ import triton
 import triton.language as tl
 
 _BLOCK, _WARPS = 2048, 4  # elements of a block, warps of a program
-
 _PROGRAMS = 1024  # most programs, hence partial sums, of one matrix
-
 _ALIGNMENT, _ALIGNED_ELEMENTS = 16, 8  # of addresses (in bytes) and of rows, for wide loads
-
 _LARGE = 1 << 21  # elements
-
 _MAX_NUMEL = 1 << 30  # of one matrix: the kernels count its elements with 32 bits
-
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 # Columns of the table: the addresses of gradient, momentum, master, compute weight and count; elements from row to row.
@@ -190,12 +185,8 @@ class Operand:
     @property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         """In the order of the table. Without a compute weight the kernels do not use the fourth address."""
-        return (
-            self.grad,
-            self.momentum,
-            self.master,
-            self.master if self.compute_weight is None else self.compute_weight,
-        )
+        last = self.master if self.compute_weight is None else self.compute_weight
+        return self.grad, self.momentum, self.master, last
 
     def layout(self) -> tuple | None:
         """What the operands of one stack must have in common; None where the kernels cannot take them."""
@@ -268,12 +259,11 @@ class StackPasses:
     def _launch(
         self, kernel: triton.JITFunction, found_inf: torch.Tensor | None, *arguments: object, **constants: object
     ) -> None:
-        numel = self._m * self._n
-        flag = self._table if found_inf is None else found_inf
+        numel, has_found_inf = self._m * self._n, found_inf is not None
         with torch.cuda.device_of(self._table):
             kernel[(len(self._rows), _programs(numel))](
-                self._table, flag, numel, self._n, *arguments, COUNT=self._dtypes[4],
-                HAS_FOUND_INF=found_inf is not None, STRIDED=self._strided, ALIGNED=self._aligned,
+                self._table, found_inf if has_found_inf else self._table, numel, self._n, *arguments,
+                COUNT=self._dtypes[4], HAS_FOUND_INF=has_found_inf, STRIDED=self._strided, ALIGNED=self._aligned,
                 BLOCK=_BLOCK, num_warps=_WARPS, **constants,
             )  # fmt: skip
 
@@ -304,12 +294,10 @@ def accumulate(into: torch.Tensor, grad: torch.Tensor, *, add: bool) -> bool:
     """``into = grad``, or ``into += grad`` where ``add``, in the dtype of ``into``. False, and nothing done, where
     PyTorch's kernels are as fast: both have one dtype (PyTorch reads or writes two narrowly), or ``grad`` is small
     (launching a Triton kernel takes the host longer)."""
-    if into.dtype == grad.dtype or grad.numel() < _LARGE or not (into.is_contiguous() and grad.is_contiguous()):
-        return False
-    if into.dtype not in _DTYPES or grad.dtype not in _DTYPES:
+    numel = grad.numel()
+    taken = all(t.is_contiguous() and t.dtype in _DTYPES for t in (into, grad))
+    if not taken or into.dtype == grad.dtype or numel < _LARGE:
         return False
     with torch.cuda.device_of(into):
-        _accumulate_kernel[(-(-grad.numel() // _BLOCK),)](
-            into, grad, grad.numel(), ADD=add, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+        _accumulate_kernel[(-(-numel // _BLOCK),)](into, grad, numel, ADD=add, BLOCK=_BLOCK, num_warps=_WARPS)
     return True

@@ -17,7 +17,6 @@ from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 _TMA_ALIGNMENT = 16  # bytes
 
 
