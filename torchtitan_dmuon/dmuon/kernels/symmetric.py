@@ -30,7 +30,7 @@ class TileConfig:
         warps, stages: warps of a program and depth of its software pipeline.
         group: tile rows that programs visit together, so that their operands stay in L2.
         tma: programs load through tensor descriptors (SM90 and later) instead of pointers.
-        registers: most a thread may use; fewer let two programs share a multiprocessor.
+        registers: most that a thread may use; with fewer, two programs share a multiprocessor.
     """
 
     block_m: int = 128
