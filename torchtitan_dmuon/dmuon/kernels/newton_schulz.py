@@ -39,8 +39,8 @@ _DIRECT_SQUARES, _GRAM_SQUARES = 2, 4
 # by 0.1 at most: one that should be 0 stays above -0.1, where the polynomials are close to those of 0.
 _MAX_GROWTH = 200
 
-# An iteration of so many operations takes a fast GPU 5 ms. Of a smaller one the host may take longer to launch
-# the kernels than the GPU to run them, so they are recorded and replayed.
+# Iterations of up to so many operations, 5 ms of a fast GPU, are recorded and replayed: the host may need longer
+# to launch their kernels.
 _REPLAY_MAX_FLOPS = 3e12
 
 
@@ -114,8 +114,8 @@ class NewtonSchulz:
 
     Args:
         backend: ``direct``, or ``gram``: the Gram form for matrices whose long side is more than 1.5 times the short
-            one, or more than 1.1 times where the kernel computes half of each symmetric product. For others the direct
-            form needs no more operations and is more accurate, so they take it.
+            one (1.1 times where the kernel computes half of each symmetric product), the more accurate direct form,
+            which then needs hardly more operations, for others.
         coefficients: a name of ``COEFFICIENTS`` or a sequence of (a, b, c), one a step.
         steps: how many; default all of the set. Only a set that repeats has more.
         restart_iterations: steps after which the Gram form restarts; default :func:`safe_restarts`.
