@@ -20,7 +20,9 @@ CONFIGS = [
     TileConfig(16, 16, 16, tma=True),
     TileConfig(16, 32, 32, tma=True, group=2),
 ]
-SIZES = [(16, 16), (40, 24), (72, 48), (33, 17), (1, 5), (100, 7)]
+# One tile; tiles and inner dimension that end inside a block; a whole inner dimension, by descriptors for tall operands
+# too; rows that are not aligned; one row, and an inner dimension shorter than a block.
+SIZES = [(16, 16), (40, 24), (72, 48), (33, 17), (1, 5)]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}  # the interpreter cannot multiply bfloat16
 
 
@@ -45,7 +47,7 @@ def assert_right(out, expected):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("s", "k"), SIZES)
 def test_gram_of_wide_and_tall(config, s, k):
-    for seed, (batch, dtype) in enumerate(itertools.product([1, 3], TOLERANCE)):
+    for seed, (batch, dtype) in enumerate(((1, torch.float16), (3, torch.float32))):
         wide = gaussian(batch, s, k, seed=seed).to(dtype)
         expected = wide.double() @ wide.double().mT
         assert_right(symmetric_product(wide, wide.mT, out=poisoned(batch, s, s, dtype=dtype), config=config), expected)
@@ -55,7 +57,7 @@ def test_gram_of_wide_and_tall(config, s, k):
 
 @interpreted
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("s", [16, 33, 72])
+@pytest.mark.parametrize("s", [16, 33, 40])
 def test_products_of_commuting_matrices(config, s):
     scalars = {"alpha": -2.0, "beta": 1.5, "diagonal": 2.25}
     for seed, dtype in enumerate(TOLERANCE):

@@ -1,4 +1,4 @@
-"""How a gradient gets into a packed buffer of another dtype."""
+"""Copies or adds a gradient into a packed buffer, whose dtype may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products that Newton-Schulz needs, on PyTorch: what every other kernel replaces."""
+"""The products of Newton-Schulz on PyTorch, the base of every other kernel."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import torch
 
 
 class Kernel:
-    """Products of stacks of matrices in one dtype whose results are known to be symmetric. This one multiplies by
-    PyTorch's batched products (cuBLAS on CUDA), which compute such a product in full.
-
-    Attributes:
-        symmetric: the kernel computes half of each product and mirrors it.
-    """
+    """Products of stacks of matrices of one dtype, known to be symmetric, by PyTorch's batched products (cuBLAS on
+    CUDA), which compute them in full."""
 
     name = "cublas"
-    symmetric = False
+    symmetric = False  # whether the kernel computes half of each product and mirrors it
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on ``device``; None where it can."""
@@ -38,7 +34,7 @@ class Kernel:
         """``beta * d + alpha * a @ b + diagonal * I`` into ``out`` [B, s, s], which must not overlap the others.
 
         Args:
-            a, b: [B, s, k] and [B, k, s], whose product is symmetric; beside ``d``, symmetric squares that commute.
+            a, b: [B, s, k] and [B, k, s] with a symmetric product. With ``d``, both are symmetric themselves.
             d: [B, s, s], symmetric, or ``None`` to add nothing.
         """
         if d is None:

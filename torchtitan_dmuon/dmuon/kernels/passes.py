@@ -1,15 +1,14 @@
 """Triton kernels for passes over memory: those before and after Newton-Schulz, for a whole stack of matrices at once,
-and the one that packs a gradient (:func:`accumulate`). Of a stack:
+and the one that packs a gradient (:func:`accumulate`). With float32 tensors and a float16 iteration they move:
 
-1. momentum: read gradient and momentum, write the momentum, sum the squares of the Nesterov input (12 bytes an element
-   in float32)
-2. input: read both again and write the normalised Nesterov input in the dtype of the iteration (10)
-3. weights: read the result and the weight, write the weight, also in the dtype in which it is sent (10, and 2)
+1. momentum, 12 bytes an element: read gradient and momentum, write the momentum, sum the squares of the Nesterov input
+2. input, 10 bytes: read both again, write the normalised Nesterov input in the dtype of the iteration
+3. weights, 12 bytes: read the update and the master, write the master and the compute weight (bfloat16)
 
-The matrices of a stack lie in tensors of their own, so a kernel gets a table of addresses. Whether a matrix moves at
-all (was there a gradient, is everything finite) is read from the device; where it does not, nothing of it is written
-and its input is zero. Sums are taken in a fixed order that depends on the size of a matrix only.
-``optimizer/matrices.py`` has the same passes in PyTorch. Importing this module needs Triton.
+The matrices of a stack lie in tensors of their own: a kernel gets a table of their addresses. It reads from the device
+whether a matrix moves at all; if not, it writes nothing of it, and the input is zero. Sums are taken in a fixed order
+that depends on the size of a matrix only. ``optimizer/matrices.py`` has the same passes in PyTorch. Importing this
+module needs Triton.
 """
 
 from __future__ import annotations
@@ -21,27 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 2048, 4
-
-# Most programs, hence partial sums, of one matrix.
-_PROGRAMS = 1024
-
+_BLOCK, _WARPS = 2048, 4  # elements of a block, warps of a program
+_PROGRAMS = 1024  # most programs, hence partial sums, of one matrix
 _ALIGNMENT, _ALIGNED_ELEMENTS = 16, 8  # of addresses (in bytes) and of rows, for wide loads
-
 _LARGE = 1 << 21  # elements
+_MAX_NUMEL = 1 << 30  # of one matrix: the kernels count its elements with 32 bits
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
-_MAX_NUMEL = 1 << 30  # of one matrix, whose elements are counted with 32 bits
-
-_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-}
-
-# Columns of the table: addresses of gradient, momentum, weight, count of gradients and source weight, elements from row
-# to row.
+# Columns of the table: the addresses of gradient, momentum, master, compute weight and count; elements from row to row.
 _FIELDS = tl.constexpr(6)
 
 
@@ -55,75 +41,30 @@ def _address(table, matrix, field: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
-def _moving(table, matrix, numel, found_inf, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr):
-    """How many elements of a matrix move: all if there was a gradient and everything is finite, else none."""
-    moving = tl.where(tl.load(_address(table, matrix, 3, COUNT, False)) != 0, numel, 0)
+def _moving(table, found_inf, matrix, numel, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr):
+    """How many elements of a matrix move: all if some rank had a gradient and everything is finite, else none."""
+    moving = tl.where(tl.load(_address(table, matrix, 4, COUNT, False)) != 0, numel, 0)
     if HAS_FOUND_INF:
         moving = tl.where(tl.load(found_inf) == 0, moving, 0)
     return moving
 
 
 @triton.jit
-def _places(index, table, matrix, columns, STRIDED: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the elements of a matrix lie that are numbered row by row."""
+def _places(start, table, matrix, columns, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """(numbers, offsets) of a block of elements of a matrix, numbered row by row."""
+    index = start + tl.arange(0, BLOCK)
+    at = index
     if STRIDED:
         stride = tl.load(table + matrix * _FIELDS + 5)
         if ALIGNED:
             stride = tl.multiple_of(stride, 8)
-        index = (index // columns).to(tl.int64) * stride + index % columns
-    return index
-
-
-@triton.jit
-def _momentum_kernel(
-    table, found_inf, partials, numel, columns, mu,
-    GRAD: tl.constexpr, MOMENTUM: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
-    NESTEROV: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    matrix = tl.program_id(0)
-    moving = _moving(table, matrix, numel, found_inf, COUNT, HAS_FOUND_INF)
-    grad = _address(table, matrix, 0, GRAD, ALIGNED)
-    momentum = _address(table, matrix, 1, MOMENTUM, ALIGNED)
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        inside = index < moving
-        at = _places(index, table, matrix, columns, STRIDED, ALIGNED)
-        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        new = (mu * tl.load(momentum + at, mask=inside, other=0.0).to(tl.float32) + g).to(MOMENTUM)
-        tl.store(momentum + at, new, mask=inside)
-        value = new.to(tl.float32)
-        if NESTEROV:
-            value = g + mu * value
-        squares += value * value
-    tl.store(partials + matrix * tl.num_programs(1) + tl.program_id(1), tl.sum(squares))
-
-
-@triton.jit
-def _input_kernel(
-    table, found_inf, partials, out, numel, columns, mu, eps,
-    GRAD: tl.constexpr, MOMENTUM: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
-    NESTEROV: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    matrix = tl.program_id(0)
-    moving = _moving(table, matrix, numel, found_inf, COUNT, HAS_FOUND_INF)
-    grad = _address(table, matrix, 0, GRAD, ALIGNED)
-    momentum = _address(table, matrix, 1, MOMENTUM, ALIGNED)
-    scale = _scale(partials, matrix, eps, SLOTS)
-    out += matrix.to(tl.int64) * numel
-    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        inside = index < moving
-        at = _places(index, table, matrix, columns, STRIDED, ALIGNED)
-        value = tl.load(momentum + at, mask=inside, other=0.0).to(tl.float32)
-        if NESTEROV:
-            value = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) + mu * value
-        tl.store(out + index, (value * scale).to(out.dtype.element_ty), mask=index < numel)
+        at = (index // columns).to(tl.int64) * stride + index % columns
+    return index, at
 
 
 @triton.jit
 def _scale(partials, matrix, eps, SLOTS: tl.constexpr):
-    """One over the norm whose partial sums of squares these are."""
+    """One over the norm of a matrix: ``partials`` are sums of its squares."""
     slots = tl.arange(0, SLOTS)
     programs = tl.num_programs(1)
     total = tl.sum(tl.load(partials + matrix * programs + slots, mask=slots < programs, other=0.0))
@@ -131,21 +72,56 @@ def _scale(partials, matrix, eps, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def _input_kernel(
+    table, found_inf, numel, columns, partials, out, mu, eps,
+    GRAD: tl.constexpr, MOMENTUM: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, NESTEROV: tl.constexpr,
+    FIRST: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Pass 1 (FIRST), which writes the momentum and ``partials``, or pass 2, which writes ``out``."""
+    matrix = tl.program_id(0)
+    moving = _moving(table, found_inf, matrix, numel, COUNT, HAS_FOUND_INF)
+    grad = _address(table, matrix, 0, GRAD, ALIGNED)
+    momentum = _address(table, matrix, 1, MOMENTUM, ALIGNED)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    if not FIRST:
+        scale = _scale(partials, matrix, eps, SLOTS)
+        out += matrix.to(tl.int64) * numel
+    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
+        index, at = _places(start, table, matrix, columns, STRIDED, ALIGNED, BLOCK)
+        inside = index < moving
+        value = tl.load(momentum + at, mask=inside, other=0.0).to(tl.float32)
+        if FIRST or NESTEROV:
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        if FIRST:
+            new = (mu * value + g).to(MOMENTUM)
+            tl.store(momentum + at, new, mask=inside)
+            value = new.to(tl.float32)
+        if NESTEROV:
+            value = g + mu * value
+        if FIRST:
+            squares += value * value
+        else:
+            tl.store(out + index, (value * scale).to(out.dtype.element_ty), mask=index < numel)
+    if FIRST:
+        tl.store(partials + matrix * tl.num_programs(1) + tl.program_id(1), tl.sum(squares))
+
+
+@triton.jit
 def _weight_kernel(
-    table, found_inf, update, numel, columns, step_size, decay,
-    MASTER: tl.constexpr, SOURCE: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
-    CAUTIOUS: tl.constexpr, STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    table, found_inf, numel, columns, update, step_size, decay,
+    MASTER: tl.constexpr, COMPUTE: tl.constexpr, COUNT: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    STRIDED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CAUTIOUS: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(0)
-    moving = _moving(table, matrix, numel, found_inf, COUNT, HAS_FOUND_INF)
+    moving = _moving(table, found_inf, matrix, numel, COUNT, HAS_FOUND_INF)
     master = _address(table, matrix, 2, MASTER, ALIGNED)
-    if SOURCE is not None:
-        source = _address(table, matrix, 4, SOURCE, ALIGNED)
+    if COMPUTE is not None:
+        compute_weight = _address(table, matrix, 3, COMPUTE, ALIGNED)
     update += matrix.to(tl.int64) * numel
     for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
-        index = start + tl.arange(0, BLOCK)
+        index, at = _places(start, table, matrix, columns, STRIDED, ALIGNED, BLOCK)
         inside = index < moving
-        at = _places(index, table, matrix, columns, STRIDED, ALIGNED)
         weight = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
         change = step_size * tl.load(update + index, mask=inside, other=0.0).to(tl.float32)
         decayed = weight * (1.0 - decay)
@@ -153,33 +129,28 @@ def _weight_kernel(
             decayed = tl.where(change * weight >= 0, decayed, weight)
         new = (decayed - change).to(MASTER)
         tl.store(master + at, new, mask=inside)
-        if SOURCE is not None:
-            tl.store(source + at, new.to(SOURCE), mask=inside)
+        if COMPUTE is not None:
+            tl.store(compute_weight + at, new.to(COMPUTE), mask=inside)
 
 
 @triton.jit
-def _squares_kernel(x, partials, numel, BLOCK: tl.constexpr):
-    """The sums of squares of a contiguous stack."""
+def _normalize_kernel(x, numel, partials, out, eps, BLOCK: tl.constexpr, FIRST: tl.constexpr, SLOTS: tl.constexpr):
+    """Of a contiguous stack the sums of squares into ``partials`` (FIRST), or ``x`` over its norms into ``out``."""
     matrix = tl.program_id(0)
     x += matrix.to(tl.int64) * numel
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    if not FIRST:
+        scale = _scale(partials, matrix, eps, SLOTS)
+        out += matrix.to(tl.int64) * numel
     for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
         index = start + tl.arange(0, BLOCK)
         value = tl.load(x + index, mask=index < numel, other=0.0).to(tl.float32)
-        squares += value * value
-    tl.store(partials + matrix * tl.num_programs(1) + tl.program_id(1), tl.sum(squares))
-
-
-@triton.jit
-def _normalize_kernel(x, partials, out, numel, eps, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
-    matrix = tl.program_id(0)
-    scale = _scale(partials, matrix, eps, SLOTS)
-    x += matrix.to(tl.int64) * numel
-    out += matrix.to(tl.int64) * numel
-    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        value = tl.load(x + index, mask=index < numel, other=0.0).to(tl.float32)
-        tl.store(out + index, (value * scale).to(out.dtype.element_ty), mask=index < numel)
+        if FIRST:
+            squares += value * value
+        else:
+            tl.store(out + index, (value * scale).to(out.dtype.element_ty), mask=index < numel)
+    if FIRST:
+        tl.store(partials + matrix * tl.num_programs(1) + tl.program_id(1), tl.sum(squares))
 
 
 @triton.jit
@@ -200,44 +171,45 @@ class Operand:
     """The tensors of some matrices of one shape, all with the same strides.
 
     Attributes:
-        grad, momentum, master, source: [B, m, n], rows contiguous; no ``source`` where the master itself is sent.
-        count: 0-D, not zero where there was a gradient.
+        grad, momentum, master, compute_weight: [B, m, n], rows contiguous; ``compute_weight`` is None where the owner
+            sends the master itself.
+        count: 0-D, zero where no rank had a gradient.
     """
 
     grad: torch.Tensor
     momentum: torch.Tensor
     master: torch.Tensor
-    source: torch.Tensor | None
+    compute_weight: torch.Tensor | None
     count: torch.Tensor
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        tensors = (self.grad, self.momentum, self.master)
-        return tensors if self.source is None else (*tensors, self.source)
+        """In the order of the table. Without a compute weight the kernels do not use the fourth address."""
+        last = self.master if self.compute_weight is None else self.compute_weight
+        return self.grad, self.momentum, self.master, last
 
     def layout(self) -> tuple | None:
         """What the operands of one stack must have in common; None where the kernels cannot take them."""
         tensors = self._tensors
         if self.grad.stride(2) != 1 or any(t.stride() != self.grad.stride() for t in tensors):
             return None
-        if any(t.dtype not in _DTYPES for t in (*tensors, self.count)) or self.grad[0].numel() > _MAX_NUMEL:
+        dtypes = [_DTYPES.get(t.dtype) for t in (*tensors, self.count)]
+        if None in dtypes or self.grad[0].numel() > _MAX_NUMEL:
             return None
-        source = None if self.source is None else self.source.dtype
-        return (self.grad.shape[1:], self.grad.dtype, self.momentum.dtype, self.master.dtype, source, self.count.dtype)
+        if self.compute_weight is None:
+            dtypes[3] = None
+        return (*self.grad.shape[1:], *dtypes)
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Of the table, one a matrix."""
-        step, row = self.grad.stride()[:2]
-
-        def addresses(matrix: int) -> tuple[int, ...]:
-            grad, momentum, master, *source = (t.data_ptr() + matrix * step * t.element_size() for t in self._tensors)
-            return grad, momentum, master, self.count.data_ptr(), source[0] if source else 0, row
-
-        return [addresses(matrix) for matrix in range(len(self.grad))]
+        """Rows of the table, one a matrix."""
+        step, pitch = self.grad.stride()[:2]
+        starts = [(t.data_ptr(), step * t.element_size()) for t in self._tensors]
+        count = self.count.data_ptr()
+        return [(*(at + size * i for at, size in starts), count, pitch) for i in range(len(self.grad))]
 
 
 class StackPasses:
-    """The passes over one stack of B matrices [m, n]; between two calls to one object only addresses may change."""
+    """The passes over one stack of B matrices [m, n]. Between two calls to one object only addresses may change."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
@@ -248,21 +220,13 @@ class StackPasses:
         layouts = {operand.layout() for operand in operands}
         if None in layouts or len(layouts) > 1:
             return False
-        (m, self._n), grad, momentum, master, source, count = layouts.pop()
+        self._m, self._n, *self._dtypes = layouts.pop()
         rows = [row for operand in operands for row in operand.rows()]
-        self._strided = any(row[5] != self._n for row in rows) and m > 1
-        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in (*row[:3], row[4]))
+        self._strided = any(row[5] != self._n for row in rows) and self._m > 1
+        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:4])
         self._aligned = aligned and not (self._strided and any(row[5] % _ALIGNED_ELEMENTS for row in rows))
-        self._dtypes = {
-            "GRAD": _DTYPES[grad],
-            "MOMENTUM": _DTYPES[momentum],
-            "MASTER": _DTYPES[master],
-            "SOURCE": None if source is None else _DTYPES[source],
-            "COUNT": _DTYPES[count],
-        }
-        self._m, self._batch = m, len(rows)
         if rows != self._rows or self._table is None:
-            # Steps give the same addresses again and again; if not, the copy still does not make the host wait.
+            # Addresses rarely change from step to step. Where they do, the copy does not make the host wait.
             device = operands[0].master.device
             table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._table, self._rows = table.to(device, non_blocking=True), rows
@@ -273,77 +237,67 @@ class StackPasses:
     ) -> torch.Tensor:
         """Update the momenta, ``M = mu M + G``, and return ``G + mu M`` (or ``M``) over its norms, [B, m, n] in
         ``dtype``; zero for matrices that do not move."""
-        numel = self._m * self._n
-        programs = _programs(numel)
-        partials = torch.empty(self._batch, programs, device=self._table.device)
-        out = torch.empty(self._batch, self._m, self._n, dtype=dtype, device=self._table.device)
-        common = self._common(found_inf, "GRAD", "MOMENTUM") | {"NESTEROV": nesterov}
-        flag = self._table if found_inf is None else found_inf
-        grid = (self._batch, programs)
-        with torch.cuda.device_of(out):
-            _momentum_kernel[grid](self._table, flag, partials, numel, self._n, float(mu), **common)
-            slots = triton.next_power_of_2(programs)
-            _input_kernel[grid](self._table, flag, partials, out, numel, self._n, float(mu), eps, SLOTS=slots, **common)
+        partials = torch.empty(len(self._rows), _programs(self._m * self._n), device=self._table.device)
+        out = torch.empty(len(self._rows), self._m, self._n, dtype=dtype, device=self._table.device)
+        constants = {"GRAD": self._dtypes[0], "MOMENTUM": self._dtypes[1], "NESTEROV": nesterov}
+        for sums in _passes(partials):
+            self._launch(_input_kernel, found_inf, partials, out, float(mu), eps, **constants, **sums)
         return out
 
     def move_weights(
         self, update: torch.Tensor, step_size: float, decay: float, cautious: bool, found_inf: torch.Tensor | None
     ) -> None:
         """``W -= decay * W`` (where ``cautious``, only if update and weight do not differ in sign), then
-        ``W -= step_size * update``, in masters and sources.
+        ``W -= step_size * update``, in masters and compute weights.
 
         Args:
-            update: [B, m, n], contiguous, of any floating dtype of the kernels.
+            update: [B, m, n], contiguous, of any dtype of the kernels.
         """
-        numel = self._m * self._n
-        common = self._common(found_inf, "MASTER", "SOURCE")
-        flag = self._table if found_inf is None else found_inf
-        with torch.cuda.device_of(update):
-            _weight_kernel[(self._batch, _programs(numel))](
-                self._table, flag, update, numel, self._n, float(step_size), float(decay), CAUTIOUS=cautious, **common
-            )
+        constants = {"MASTER": self._dtypes[2], "COMPUTE": self._dtypes[3], "CAUTIOUS": cautious}
+        self._launch(_weight_kernel, found_inf, update, float(step_size), float(decay), **constants)
 
-    def _common(self, found_inf: torch.Tensor | None, *dtypes: str) -> dict[str, object]:
-        return {
-            **{name: self._dtypes[name] for name in (*dtypes, "COUNT")},
-            "HAS_FOUND_INF": found_inf is not None,
-            "STRIDED": self._strided,
-            "ALIGNED": self._aligned,
-            "BLOCK": _BLOCK,
-            "num_warps": _WARPS,
-        }
+    def _launch(
+        self, kernel: triton.JITFunction, found_inf: torch.Tensor | None, *arguments: object, **constants: object
+    ) -> None:
+        numel, has_found_inf = self._m * self._n, found_inf is not None
+        with torch.cuda.device_of(self._table):
+            kernel[(len(self._rows), _programs(numel))](
+                self._table, found_inf if has_found_inf else self._table, numel, self._n, *arguments,
+                COUNT=self._dtypes[4], HAS_FOUND_INF=has_found_inf, STRIDED=self._strided, ALIGNED=self._aligned,
+                BLOCK=_BLOCK, num_warps=_WARPS, **constants,
+            )  # fmt: skip
 
 
 def _programs(numel: int) -> int:
-    """Programs for one matrix: its size alone decides, so that its sums do not depend on the stack."""
+    """Programs for one matrix. Only its size decides, so its sums do not depend on the stack."""
     return max(1, min(_PROGRAMS, -(-numel // _BLOCK)))
 
 
+def _passes(partials: torch.Tensor) -> tuple[dict[str, object], dict[str, object]]:
+    """The constants of the pass that writes ``partials`` [B, programs], and of that which reads them."""
+    return {"FIRST": True, "SLOTS": 0}, {"FIRST": False, "SLOTS": triton.next_power_of_2(partials.shape[1])}
+
+
 def normalized(x: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor | None:
-    """``x`` [B, m, n] over its Frobenius norms plus ``eps``, in ``dtype``; None for what the kernels cannot take."""
+    """``x`` [B, m, n] over its Frobenius norms plus ``eps``, in ``dtype``; None where the kernels cannot take ``x``."""
     numel = x.shape[1] * x.shape[2]
     if not x.is_contiguous() or x.dtype not in _DTYPES or not 0 < numel <= _MAX_NUMEL or not len(x):
         return None
-    programs = _programs(numel)
-    partials = torch.empty(len(x), programs, device=x.device)
-    out = torch.empty_like(x, dtype=dtype)
-    grid, slots = (len(x), programs), triton.next_power_of_2(programs)
+    partials, out = torch.empty(len(x), _programs(numel), device=x.device), torch.empty_like(x, dtype=dtype)
     with torch.cuda.device_of(x):
-        _squares_kernel[grid](x, partials, numel, BLOCK=_BLOCK, num_warps=_WARPS)
-        _normalize_kernel[grid](x, partials, out, numel, eps, BLOCK=_BLOCK, SLOTS=slots, num_warps=_WARPS)
+        for sums in _passes(partials):
+            _normalize_kernel[partials.shape](x, numel, partials, out, eps, BLOCK=_BLOCK, num_warps=_WARPS, **sums)
     return out
 
 
 def accumulate(into: torch.Tensor, grad: torch.Tensor, *, add: bool) -> bool:
-    """``into`` = ``grad``, or ``into`` += ``grad`` where ``add``, in the dtype of ``into``. False, and nothing done,
-    where PyTorch's own kernels are as fast: of one dtype (those of two read or write narrowly), or small (a launch of
-    Triton's takes the host longer)."""
-    if into.dtype == grad.dtype or grad.numel() < _LARGE or not (into.is_contiguous() and grad.is_contiguous()):
-        return False
-    if into.dtype not in _DTYPES or grad.dtype not in _DTYPES:
+    """``into = grad``, or ``into += grad`` where ``add``, in the dtype of ``into``. False, and nothing done, where
+    PyTorch's kernels are as fast: both have one dtype (PyTorch reads or writes two narrowly), or ``grad`` is small
+    (launching a Triton kernel takes the host longer)."""
+    numel = grad.numel()
+    taken = all(t.is_contiguous() and t.dtype in _DTYPES for t in (into, grad))
+    if not taken or into.dtype == grad.dtype or numel < _LARGE:
         return False
     with torch.cuda.device_of(into):
-        _accumulate_kernel[(-(-grad.numel() // _BLOCK),)](
-            into, grad, grad.numel(), ADD=add, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+        _accumulate_kernel[(-(-numel // _BLOCK),)](into, grad, numel, ADD=add, BLOCK=_BLOCK, num_warps=_WARPS)
     return True

@@ -1,8 +1,8 @@
-"""Runs of kernel launches recorded as CUDA graphs and replayed, for when launching costs more than computing.
+"""Records kernel launches as CUDA graphs and replays them, where launching takes longer than computing.
 
-A graph holds addresses, not memory: whoever records allocates as usual and frees as usual, and a recording is replayed
-only when the allocator has given the same addresses again, as it does from one training step to the next. So nothing
-is kept between calls but the graphs themselves, which are small.
+A graph holds addresses, not memory. The caller allocates and frees as usual, and a graph is replayed only when the
+allocator gave the same addresses again, as it does from one training step to the next. Between calls only the graphs
+stay, which are small.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ _RECORDINGS = 64
 
 
 class Replay:
-    """A bounded number of recordings by key. The least recently used goes first."""
+    """At most ``_RECORDINGS`` graphs by key; the least recently used goes first."""
 
     def __init__(self) -> None:
-        # Key -> (the graph, or None after only one run; what the run returned).
+        # Key -> (the graph, None after the first run; the result of the run).
         self._recordings: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph | None, int]] = OrderedDict()
 
     def run(self, key: Hashable, launch: Callable[[], int]) -> int:
-        """What ``launch()`` returns, after its kernels have been issued on the current stream.
-
-        The first run of a key is an ordinary one (kernels are compiled and loaded in it), the second is recorded, the
-        next ones are replays.
+        """Issue the kernels of ``launch`` on the current stream and return its result. The first call with a key runs
+        it as it is (which compiles and loads kernels), the second records it, and later ones replay the recording.
 
         Args:
             key: everything the launches depend on, the addresses of all tensors included.
@@ -34,7 +32,7 @@ class Replay:
         """
         if torch.cuda.is_current_stream_capturing():  # the caller records a graph of its own
             return launch()
-        # A recording uses cuBLAS's workspace of its stream: one for each stream that replays.
+        # A recording uses cuBLAS's workspace of one stream, so each stream that replays needs its own.
         key = (torch.cuda.current_stream(), key)
         if key not in self._recordings:
             result = launch()
@@ -58,7 +56,7 @@ def _record(launch: Callable[[], int]) -> torch.cuda.CUDAGraph:
     """A graph of the launches. ``torch.cuda.graph`` would wait for the device and empty the allocator's cache."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(_recording_stream(torch.cuda.current_stream())):
-        # Other threads (NCCL's watchdog) and streams go on meanwhile.
+        # "thread_local": other threads, as NCCL's watchdog, may call CUDA meanwhile.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             launch()
@@ -72,7 +70,7 @@ def _recording_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
     if current not in _streams:
         stream = torch.cuda.Stream(current.device)
         with torch.cuda.stream(stream):
-            # cuBLAS takes its workspace at the first product on a stream. It must not lie in a graph's own pool.
+            # cuBLAS allocates its workspace at the first product on a stream: outside any graph's own pool.
             one = torch.zeros(1, 16, 16, dtype=torch.float16, device=current.device)
             torch.bmm(one, one)
         current.wait_stream(stream)

@@ -1,5 +1,5 @@
 """The matrices in an owned piece, and the passes over them as PyTorch operations: for devices without Triton, and for
-layouts that the kernels of ``kernels/passes.py`` cannot take. The kernels must agree with them."""
+layouts that the kernels of ``kernels/passes.py`` cannot take. The kernels give the same results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..runtime.param import Piece
 
 class MatrixView:
     """``count`` matrices of one ``shape`` (m, n): a piece (4096, 14336) is one matrix, a run of experts (8, 768, 3072)
-    are eight. Of a fused weight, ``block`` is the part of each matrix. ``state`` and ``momentum`` are the piece's."""
+    is eight. Of a fused weight the matrices are those of ``block``. ``state`` and ``momentum`` are the piece's."""
 
     def __init__(self, piece: Piece, block: Block | None, state: Mapping[str, torch.Tensor]) -> None:
         self.piece = piece
@@ -27,22 +27,22 @@ class MatrixView:
         self.count = piece.numel // math.prod(piece.shape[-2:])
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block of a tensor of the piece, [count, m, n]. A view where the block is one run of rows or columns."""
+        """The matrices in a tensor of the piece, [count, m, n]: a view where ``in_place``, else a copy."""
         matrices = tensor.view(-1, *tensor.shape[-2:])
         return matrices if self._block is None else take(matrices, self._block, self._dim)
 
     @property
     def in_place(self) -> bool:
-        """Whether :meth:`take` gives a view."""
+        """Whether the block is one run of rows or columns, so that :meth:`take` gives a view."""
         return self._block is None or self._block.groups == 1
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write back into a tensor of the piece what :meth:`take` gave and the caller changed in place."""
+        """Write back the ``values`` that :meth:`take` gave and the caller changed."""
         if self._block is not None:
             put(tensor.view(-1, *tensor.shape[-2:]), self._block, self._dim, values)
 
     def moves(self, found_inf: torch.Tensor | None) -> torch.Tensor:
-        """0-D float: one where some rank had a gradient and ``found_inf`` is zero, else zero."""
+        """0-D float: 1 where some rank had a gradient and ``found_inf`` is zero, else 0."""
         moves = self.piece.grad_count.ne(0).float()
         return moves if found_inf is None else moves * (found_inf == 0)
 
@@ -65,7 +65,7 @@ def nesterov_input(
     for view, part in split(x, views):
         moves = view.moves(found_inf)
         grad = view.take(view.piece.grad)
-        if found_inf is not None:  # what is not finite must not reach the momentum, not even times zero
+        if found_inf is not None:  # a NaN times zero would still reach the momentum
             grad = torch.where(moves > 0, grad, 0.0)
         momentum = view.take(view.momentum)
         momentum.mul_(1.0 - (1.0 - mu) * moves).add_(grad)

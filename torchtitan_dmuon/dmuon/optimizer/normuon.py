@@ -23,7 +23,7 @@ class NorMuon:
         self.beta2 = beta2
 
     def check(self, params: Iterable[DedicatedParam]) -> None:
-        """Raises ValueError for blocks that cut neurons apart: their mean would not be of a neuron."""
+        """Raises ValueError for blocks that cut neurons apart: a mean must be over all inputs of a neuron."""
         for dp in params:
             blocks = dp.spec.blocks
             if dp.spec.route == "muon" and blocks is not None and (blocks.dim == COLUMNS) != dp.spec.transposed:
@@ -37,7 +37,7 @@ class NorMuon:
         return {"second_moment": (neurons, torch.float32)}
 
     def __call__(self, view: MatrixView, update: torch.Tensor, moves: torch.Tensor) -> None:
-        """Adjust ``update`` (float32 [count, m, n]) in place; where ``moves`` is zero, the means stay."""
+        """Adjust ``update`` (float32 [count, m, n]) in place. Where ``moves`` is zero, the means stay."""
         moment = view.state["second_moment"]
         inputs = -1 if neuron_dim(view.piece.spec) == -2 else -2
         mean = view.take(moment)

@@ -1,5 +1,5 @@
-"""The matrices of one shape that an owner updates together: momentum, Newton-Schulz, weight update. Whether a matrix
-moves (was there a gradient, is everything finite) stays on the device as a factor 0 or 1: the host never waits."""
+"""The matrices of one shape that an owner updates together: momentum, Newton-Schulz, weight update. The factor 0 or 1
+that says whether a matrix moves (had a gradient, all is finite) stays on the device, so the host never waits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .matrices import MatrixView, move_weights, nesterov_input, split
 if TYPE_CHECKING:
     from ..kernels.passes import StackPasses  # needs Triton
 
-# Of the matrices that go through Newton-Schulz together, and of its workspace: more would not make them faster.
+# Most bytes of the matrices that go through Newton-Schulz together and of its workspace: larger batches are no faster.
 _BATCH_BYTES = 2 << 30
 
-# Of a matrix [m, n] stored [out, in].
+# Factors of an update [m, n], m outputs by n inputs.
 SCALES: dict[str, Callable[[int, int], float]] = {
     # The update's RMS matches AdamW's (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982).
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
@@ -35,14 +35,14 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What all matrices of an optimizer have in common.
+    """The rule by which an optimizer updates all its matrices.
 
     Attributes:
         newton_schulz: orthogonalises.
         scale: a name of ``SCALES``.
         cautious_weight_decay: decay only where the update does not oppose it.
-        adjust: ``adjust(view, update, moves)`` changes an update (float32 [count, m, n]) in place, between
-            Newton-Schulz and the weight. ``moves``: see ``MatrixView.moves``.
+        adjust: ``adjust(view, update, moves)`` changes an update (float32 [count, m, n]) in place, after Newton-Schulz
+            and before the weight moves. ``moves`` is that of ``MatrixView.moves``.
     """
 
     newton_schulz: NewtonSchulz
@@ -60,7 +60,7 @@ class MatrixStack:
         self.count = sum(view.count for view in views)
         self._group = group
         self._rule = rule
-        self._passes: dict[int, StackPasses] = {}  # of each batch: they keep their tables of addresses
+        self._passes: dict[int, StackPasses] = {}  # by batch: each keeps its table of addresses
 
     def __str__(self) -> str:
         return f"{self.shape[0]}x{self.shape[1]} x{self.count}"
@@ -76,13 +76,13 @@ class MatrixStack:
             self._update_batch(views, passes, found_inf)
 
     def _matrix_bytes(self, triton: ModuleType | None) -> int:
-        """What one matrix takes on its way on a GPU: float16 twice and the squares of the Gram form; with PyTorch's
-        passes float32 three times more, with an adjustment once or twice more."""
+        """GPU memory for one matrix in its update: float16 twice and the four squares of the Gram form. PyTorch's
+        passes take float32 three times more, an adjustment twice more."""
         element = (16 if triton is None else 4) + (0 if self._rule.adjust is None else 8)
         return element * math.prod(self.shape) + 8 * min(self.shape) ** 2
 
     def _batches(self, matrix_bytes: int) -> Iterator[list[MatrixView]]:
-        """Runs of views of about one size that fit ``_BATCH_BYTES`` (or one view that does not)."""
+        """Runs of views, about equally many matrices each, that fit ``_BATCH_BYTES``. A larger view is one alone."""
         limit = max(1, _BATCH_BYTES // matrix_bytes)
         limit = math.ceil(self.count / math.ceil(self.count / limit))
         batch: list[MatrixView] = []
