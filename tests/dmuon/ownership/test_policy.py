@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_dmuon.dmuon.ownership.fused_weights import matrix_layouts
 from torchtitan_dmuon.dmuon.ownership.policy import ROUTES, boundary_dtypes, matches, nearest, resolve_specs
 from torchtitan_dmuon.dmuon.ownership.spec import ParamSpec
 
@@ -369,8 +370,50 @@ def test_muon_needs_a_matrix_or_a_stack(shape):
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (5, 3, 4), (1, 1, 1)])
-def test_muon_takes_matrices_and_stacks(shape):
-    assert resolve(selected=parameters(w=shape))["w"] == ParamSpec("w", shape, "muon", True, FP32)
+def test_muon_takes_matrices_and_declared_stacks(shape):
+    specs = resolve({"overrides": [override("w", stack=True)]}, parameters(w=shape))
+    assert specs["w"] == ParamSpec("w", shape, "muon", True, FP32, stack=True)
+
+
+CONV = "layers.0.conv.weight"
+DECLARE = f"stack of 16 matrices by the param_policy override {{'name': '{CONV}', 'set': {{'stack': True}}}}"
+
+
+@pytest.mark.parametrize("ask", ["predicate", "defaults", "override", "exact", "hint", "stack=False"])
+@pytest.mark.parametrize("shape", [(16, 16, 3), (16, 1, 4), (8, 3, 14, 14)])
+def test_what_nobody_calls_a_stack_is_none(ask, shape):
+    """The weight of ``nn.Conv1d`` is [out, in, width]: its slices are no matrices of a layer."""
+    policy = {
+        "defaults": {"defaults": {"route": "muon"}},
+        "override": {"defaults": {"route": "adamw"}, "overrides": [override("conv", route="muon")]},
+        "exact": {"defaults": {"route": "adamw"}, "overrides": [override(CONV, route="muon")]},
+        "stack=False": {"overrides": [override("conv", stack=False)]},
+    }.get(ask)
+    selected = parameters(**{"ok": (2, 3), CONV: shape})
+    with pytest.raises(ValueError) as caught:
+        resolve(policy, selected, (lambda name, param: "muon") if ask == "hint" else None)
+    told = str(caught.value)
+    assert told.startswith(f"{CONV}: the muon route needs a matrix or a stack of matrices")
+    assert f"shape {list(shape)}" in told and "route 'adamw'" in told and "out of the predicate" in told
+    assert f"store it flat ([{shape[0]}, " in told
+    assert (DECLARE in told) == (len(shape) == 3)
+    assert resolve({"overrides": [override("conv", route="adamw")]}, selected)[CONV].route == "adamw"
+
+
+def test_experts_are_a_known_stack():
+    class GroupedExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1 = nn.Parameter(torch.empty(4, 6, 8))
+
+    with torch.device("meta"):
+        model = nn.ModuleDict({"experts": GroupedExperts(), "conv": nn.Conv1d(16, 16, 3, bias=False)})
+    layouts = matrix_layouts(model)
+    selected = dict(model.named_parameters())
+    spec = resolve_specs({"experts.w1": selected.pop("experts.w1")}, {}, layouts=layouts)["experts.w1"]
+    assert spec.route == "muon" and spec.stack
+    with pytest.raises(ValueError, match=r"^conv\.weight: the muon route needs a matrix"):
+        resolve_specs(selected, {}, layouts=layouts)
 
 
 def test_shared_rows_need_a_row():

@@ -20,10 +20,12 @@ class MatrixLayout:
     """How a weight holds its matrices.
 
     Attributes:
+        stack: [E, m, n], one matrix for each expert.
         transposed: stored [in, out], as ``Conv1D``'s; else [out, in], as ``nn.Linear``'s.
         blocks: the matrices of a fused weight; ``None`` for one.
     """
 
+    stack: bool = False
     transposed: bool = False
     blocks: BlockSplit | None = None
 

@@ -55,16 +55,16 @@ def _experts(module: nn.Module, leaf: str, shape: tuple[int, ...]) -> MatrixLayo
             blocks = split_equal(2, dim)(shape)
         else:  # gate and up alternate
             blocks = split_interleaved(shape[-2:][dim] // 2, (1, 1), dim)
-    return MatrixLayout(transposed, blocks)
+    return MatrixLayout(True, transposed, blocks)
 
 
 def _linear(parent: nn.Module, module: nn.Module, linear: str, shape: tuple[int, ...]) -> MatrixLayout:
     if is_conv1d(module):
         parts = shape[1] // shape[0] if linear == "c_attn" and shape[1] % shape[0] == 0 else 1  # 2: key and value
-        return MatrixLayout(True, split_equal(parts, COLUMNS)(shape) if parts > 1 else None)
+        return MatrixLayout(transposed=True, blocks=split_equal(parts, COLUMNS)(shape) if parts > 1 else None)
     rule = _LINEARS.get(linear, _Rule(lambda sizes, shape: None))
     known = type(parent).__name__.startswith(rule.classes) and (not rule.needs or rule.needs in vars(parent))
-    return MatrixLayout(False, rule.cut(vars(parent), shape) if known else None)
+    return MatrixLayout(blocks=rule.cut(vars(parent), shape) if known else None)
 
 
 @dataclass(frozen=True)

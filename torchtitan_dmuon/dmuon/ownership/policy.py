@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ ROUTES = ("muon", "adamw", "sharded_adamw")
 
 
 _DTYPE_KEYS = ("param_dtype", "grad_dtype", "master_dtype", "optim_dtype", "output_dtype")
-SETTABLE = ("route", *_DTYPE_KEYS, "cast_forward_inputs", "transposed", "blocks")
+SETTABLE = ("route", *_DTYPE_KEYS, "cast_forward_inputs", "stack", "transposed", "blocks")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -70,7 +71,7 @@ def resolve_specs(
         layout = (layouts or {}).get(fqn, MatrixLayout())
         spec = ParamSpec(
             fqn, tuple(param.shape), "muon", param.requires_grad, param.dtype,
-            reason=reasons.get(fqn, ""), transposed=layout.transposed, blocks=layout.blocks,
+            reason=reasons.get(fqn, ""), **vars(layout),
         )  # fmt: skip
         specs[fqn] = spec = replace(spec, **defaults)
         if route_hint_fn is not None and (hint := route_hint_fn(fqn, param)) is not None:
@@ -86,7 +87,12 @@ def resolve_specs(
             specs |= {fqn: replace(specs[fqn], **values) for fqn in hits}
     specs = {fqn: _resolve_blocks(spec) for fqn, spec in specs.items()}
     for spec in specs.values():
-        _validate(spec)
+        check_route(spec)
+        if spec.grad_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            raise ValueError(
+                f"{spec.fqn}: grad_dtype {spec.grad_dtype} overflows in a sum over ranks; use torch.float32 or "
+                "torch.bfloat16"
+            )
     return specs
 
 
@@ -136,7 +142,7 @@ def _check(key: str, value: Any, where: str) -> Any:
     may_be_none = key == "output_dtype" and value is None
     if key in _DTYPE_KEYS and not may_be_none and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise ValueError(f"{where}: {key} must be a floating torch.dtype, got {value!r}")
-    if key in ("cast_forward_inputs", "transposed") and not isinstance(value, bool):
+    if key in ("cast_forward_inputs", "stack", "transposed") and not isinstance(value, bool):
         raise ValueError(f"{where}: {key} must be True or False, got {value!r}")
     if key == "blocks" and not (value is None or callable(value) or isinstance(value, BlockSplit)):
         raise ValueError(
@@ -146,27 +152,25 @@ def _check(key: str, value: Any, where: str) -> Any:
     return value
 
 
-def _validate(spec: ParamSpec) -> None:
-    if spec.route == "muon" and len(spec.shape) not in (2, 3):
+def check_route(spec: ParamSpec, where: str = "") -> None:
+    """Raises ValueError, its message after ``where``, for a parameter whose shape or dtypes the route cannot take."""
+    name, shape = f"{where}{spec.fqn}", list(spec.shape)
+    if spec.route == "muon" and len(shape) != 2 and not (spec.stack and len(shape) == 3):
+        remedies = ["give the parameter route 'adamw'", "leave it out of the predicate"]
+        if len(shape) > 2:
+            remedies.append(f"store it flat ({[shape[0], math.prod(shape[1:])]})")
+        if len(shape) == 3:
+            rule = f"{{'name': {spec.fqn!r}, 'set': {{'stack': True}}}}"
+            remedies.insert(0, f"declare it a stack of {shape[0]} matrices by the param_policy override {rule}")
         raise ValueError(
-            f"{spec.fqn}: the muon route needs a matrix or a stack of matrices, this parameter has shape "
-            f"{list(spec.shape)}; leave it out of the predicate or give it another route"
+            f"{name}: the muon route needs a matrix or a stack of matrices, this parameter has shape {shape}; "
+            f"{', '.join(remedies[:-1])} or {remedies[-1]}"
         )
-    if spec.route == "sharded_adamw" and not spec.shape:
-        raise ValueError(f"{spec.fqn}: the sharded_adamw route needs rows to share, this parameter is a scalar")
-    check_state_dtype(spec)
-    if spec.grad_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+    if spec.route == "sharded_adamw" and not shape:
+        raise ValueError(f"{name}: the sharded_adamw route needs rows to share, this parameter is a scalar")
+    if spec.route != "muon" and spec.trainable and spec.optim_dtype != spec.master_dtype:  # no fused AdamW takes it
         raise ValueError(
-            f"{spec.fqn}: grad_dtype {spec.grad_dtype} overflows in a sum over ranks; use torch.float32 or "
-            "torch.bfloat16"
-        )
-
-
-def check_state_dtype(spec: ParamSpec) -> None:
-    """Raises ValueError for an AdamW state in another dtype than its master, which no fused AdamW takes."""
-    if spec.route != "muon" and spec.trainable and spec.optim_dtype != spec.master_dtype:
-        raise ValueError(
-            f"{spec.fqn}: on route {spec.route!r} optim_dtype ({spec.optim_dtype}) must be master_dtype "
+            f"{name}: on route {spec.route!r} optim_dtype ({spec.optim_dtype}) must be master_dtype "
             f"({spec.master_dtype})"
         )
 

@@ -72,6 +72,7 @@ class ParamSpec:
             declared one ``param_dtype`` for the whole boundary.
         reason: why the parameter is dedicated, for the ownership table.
         declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
+        stack: a parameter [E, m, n] is a stack of E matrices, as the experts of a layer are; other shapes ignore it.
         transposed: the matrices are stored [in, out] instead of [out, in]; some scales and NorMuon need to know.
         blocks: the matrices of a fused weight, each orthogonalised by itself; ``None`` for one. A rule may also give
             a function of the shape, such as ``split_heads(128)``.
@@ -89,6 +90,7 @@ class ParamSpec:
     cast_forward_inputs: bool | None = None
     reason: str = ""
     declares_param_dtype: bool = False
+    stack: bool = False
     transposed: bool = False
     blocks: BlockSplit | None = None
 
