@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .boundaries import boundary_dtypes
 from .classify import canonical_fqn, classify
-from .policy import boundary_dtypes
 from .spec import ParamSpec
 
 Predicate = Callable[[str, nn.Parameter], bool]
@@ -23,11 +23,13 @@ class Selection:
 
     Attributes:
         reasons: why each of ``params`` is selected.
+        names: all names of each of ``params``; a tied one, as an embedding that is also the head, has several.
         skipped: why each other parameter is not.
     """
 
     params: dict[str, nn.Parameter]
     reasons: dict[str, str]
+    names: dict[str, set[str]]
     skipped: dict[str, str]
 
 
@@ -73,7 +75,15 @@ def select(model: nn.Module, predicate: Predicate | None, told: Mapping[str, str
         raise ValueError(f"no parameter of {type(model).__name__} was selected for an owner; {advice}")
     reasons |= {name: reason for name, reason in told.items() if name in named}
     skipped = {name: reason for name, reason in reasons.items() if name not in selected}
-    return Selection(selected, {name: reasons[name] for name in selected}, skipped)
+    names = {param: set() for param in named.values()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[param].add(canonical_fqn(name))
+    return Selection(
+        selected,
+        {name: reasons[name] for name in selected},
+        {name: names[param] for name, param in selected.items()},
+        skipped,
+    )
 
 
 def decide(
