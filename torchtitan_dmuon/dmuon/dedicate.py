@@ -90,7 +90,7 @@ def dedicate_params(
     _check(model, mode, prefetch, process_group_policy)
     selection = select(model, predicate, reasons or {})
     specs = resolve_specs(selection, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = hook_boundaries(model, selection.params, hook_boundary_predicate, strict_hook_boundary)
+    boundaries = hook_boundaries(model, selection.names, hook_boundary_predicate, strict_hook_boundary)
     decided = decide(model, selection, specs, boundaries, tp_mesh)
     torch_private.teach_fully_shard_to_skip_dedicated()
     grid = build_grid(mesh, replicate_mesh, decided.tp_mesh)

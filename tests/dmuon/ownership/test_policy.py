@@ -29,7 +29,7 @@ def parameters(**shapes):
 def resolve(policy=None, selected=None, hint=None, reasons=None, tied=None, layouts=None):
     """``tied``: the further names of a parameter, by its first one."""
     selected = selected or parameters()
-    names = {fqn: {fqn, *(tied or {}).get(fqn, ())} for fqn in selected}
+    names = {fqn: [fqn, *(tied or {}).get(fqn, ())] for fqn in selected}
     selection = Selection(selected, dict.fromkeys(selected, "") | (reasons or {}), names, {})
     return resolve_specs(selection, policy, hint, layouts or {})
 
@@ -410,7 +410,7 @@ def test_what_is_no_matrix_goes_to_muon_by_its_exact_name_only_and_that_is_an_er
             resolve(ADAMW | {"overrides": [override(names, route="muon")]}, selected)
         assert str(caught.value) == (
             f"{NORM}: the muon route needs a matrix or a stack of matrices, this parameter has shape {list(shape)}; "
-            "give the parameter route 'adamw' or leave it out of the predicate"
+            "give the parameter route 'adamw', or leave it out of the predicate"
         )
     told = resolve(ADAMW | {"overrides": [override("norm", optim_dtype=FP32)]}, selected, reasons={NORM: "so"})[NORM]
     assert told.reason == "so"  # nobody has asked for muon

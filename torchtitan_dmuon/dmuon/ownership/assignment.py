@@ -26,13 +26,11 @@ class MatrixCost:
 @dataclass(frozen=True)
 class Assignment:
     """The owner of every piece (``owner``: name -> slot, the rank in the flattened replicate x shard x tp order), and
-    of each slot the optimizer ``flops`` per step, the ``bytes`` of master weights and the number of pieces
-    (``counts``)."""
+    of each slot the optimizer ``flops`` per step and the ``bytes`` of master weights."""
 
     owner: dict[str, int]
     flops: tuple[int, ...]
     bytes: tuple[int, ...]
-    counts: tuple[int, ...] = ()
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -58,7 +56,7 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    flops, size, counts = [0] * num_slots, [0] * num_slots, [0] * num_slots
+    flops, size = [0] * num_slots, [0] * num_slots
     unit_bytes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # unit -> slot -> bytes
     owner: dict[str, int] = {}
     # Python's sort is stable: equal costs keep the model's order, so every process gets the same result.
@@ -73,9 +71,8 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
             flops[slot] += cost.flops
             size[slot] += cost.bytes
             in_unit[slot] += cost.bytes
-            counts[slot] += 1
             slots.push(slot)
-    return Assignment({cost.fqn: owner[cost.fqn] for cost in costs}, tuple(flops), tuple(size), tuple(counts))
+    return Assignment({cost.fqn: owner[cost.fqn] for cost in costs}, tuple(flops), tuple(size))
 
 
 class _SlotQueue:

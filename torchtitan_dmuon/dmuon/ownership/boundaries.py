@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,48 +14,40 @@ from .spec import ParamSpec
 
 def hook_boundaries(
     model: nn.Module,
-    selected: Mapping[str, nn.Parameter],
+    names: Mapping[str, Iterable[str]],
     accept: Callable[[str, nn.Module], bool] | None,
     strict: bool,
 ) -> dict[str, str]:
-    """The name of the boundary module of each selected parameter, as ``named_modules`` gives it (the first of several).
-
-    Args:
-        accept, strict: ``hook_boundary_predicate`` and ``strict_hook_boundary`` of ``dedicate_params``.
-
-    Raises:
-        ValueError: with ``strict``, a parameter around which ``accept`` takes no module.
-    """
+    """The name of each parameter's boundary module, as ``named_modules`` gives it (the first of several), for the names
+    of a ``Selection``. ``accept`` and ``strict`` are the arguments ``hook_boundary_predicate`` and
+    ``strict_hook_boundary`` of ``dedicate_params``. Raises ValueError, with ``strict``, for a parameter around which
+    ``accept`` takes no module."""
     modules = dict(model.named_modules(remove_duplicate=False))
     first_name = {module: name for name, module in model.named_modules()}
-    fqns = {id(param): fqn for fqn, param in selected.items()}
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) not in fqns:
-            continue
+
+    def boundary_of(name: str) -> str:
         holder = name.rpartition(".")[0]
         if accept is None:
-            found[fqns[id(param)]].add(layer_of(model, holder) or "")
-            continue
-        around = ((outer, modules[outer]) for outer in enclosing(holder))
-        taken = (m for outer, m in around if accept(canonical_fqn(outer), m) and not is_bare_container(m))
-        boundary = next(taken, None)
-        if boundary is None and strict:
+            return layer_of(model, holder) or ""
+        for outer in enclosing(holder):
+            module = modules[outer]
+            if accept(canonical_fqn(outer), module) and not is_bare_container(module):
+                return first_name[module]
+        if strict:
             raise ValueError(
                 f"{name}: hook_boundary_predicate accepts no module around it; widen the predicate or pass "
                 "strict_hook_boundary=False to hook such parameters at the root"
             )
-        found[fqns[id(param)]].add(first_name[model if boundary is None else boundary])
+        return ""
+
+    found = {fqn: set(map(boundary_of, each)) for fqn, each in names.items()}
     # A parameter that several boundaries share is needed whenever one of them runs: it belongs to the root.
-    return {fqn: found[fqn].pop() if len(found[fqn]) == 1 else "" for fqn in selected}
+    return {fqn: boundaries.pop() if len(boundaries) == 1 else "" for fqn, boundaries in found.items()}
 
 
 def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The (input, output) cast dtypes of one hook boundary; ``None`` means no cast.
-
-    Raises:
-        ValueError: its parameters disagree where the boundary as a whole needs one value.
-    """
+    """The (input, output) cast dtypes of one hook boundary; ``None`` means no cast. Raises ValueError if its parameters
+    disagree where the boundary as a whole needs one value."""
     specs = list(specs)
     _one_value(name, "grad_dtype", [spec for spec in specs if spec.trainable])
     output_dtype = _one_value(name, "output_dtype", specs)

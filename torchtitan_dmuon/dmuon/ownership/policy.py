@@ -1,8 +1,5 @@
-"""Which route, dtypes and blocks each dedicated parameter gets.
-
-Pure functions of names, shapes and the user's rules: ``param_policy`` (defaults, then overrides in their order) and
-``route_hint_fn`` (routes only).
-"""
+"""Which route, dtypes and blocks each dedicated parameter gets, by names, shapes and the user's rules: ``param_policy``
+(defaults, then overrides in their order) and ``route_hint_fn`` (routes only). Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ import torch
 from torch import nn
 
 from .blocks import MatrixLayout
+from .classify import canonical_fqn
 from .decide import Selection
 from .spec import BlockSplit, ParamSpec
 
@@ -51,16 +49,12 @@ def resolve_specs(
     route_hint_fn: Callable[[str, nn.Parameter], str | None] | None,
     layouts: Mapping[str, MatrixLayout],
 ) -> dict[str, ParamSpec]:
-    """Apply the rules to the selected parameters.
+    """Apply the rules to the selected parameters; a rule may use any name of a tied one.
 
-    Precedence, field by field: built-in default < ``param_policy["defaults"]`` < ``route_hint_fn`` < overrides in
-    their order (the last match wins). A vector or a scalar that ends on ``muon`` goes to ``adamw``, with that as its
-    reason, unless an override has named it exactly: then it is an error.
-
-    Args:
-        selection: the parameters to dedicate. A rule may use any name of a tied parameter.
-        param_policy, route_hint_fn: the user's, see ``dedicate_params``.
-        layouts: what ``fused_weights.py`` knows of the weights, by name.
+    Precedence, field by field: ``layouts`` (of ``fused_weights.py``) and built-in defaults <
+    ``param_policy["defaults"]`` < ``route_hint_fn`` < overrides in their order (the last match wins). A vector or a
+    scalar that ends on ``muon`` goes to ``adamw``, with a reason that says so, unless an override has named it exactly:
+    then it is an error.
 
     Raises:
         ValueError: an unknown key, route or dtype; blocks that do not fit; an override that matches none of the
@@ -68,7 +62,8 @@ def resolve_specs(
     """
     defaults, overrides = _parse(param_policy)
     specs: dict[str, ParamSpec] = {}
-    exact: dict[str, bool] = {}  # whether the rule that chose the route names the parameter, rather than matching it
+    names = {fqn: set(map(canonical_fqn, each)) for fqn, each in selection.names.items()}
+    exact: dict[str, bool] = {}  # whether the override that chose the route names the parameter in full
     for fqn, param in selection.params.items():
         spec = ParamSpec(
             fqn, tuple(param.shape), "muon", param.requires_grad, param.dtype,
@@ -80,13 +75,12 @@ def resolve_specs(
     for where, patterns, values in overrides:
         found: set[str] = set()
         for fqn, spec in specs.items():
-            names = selection.names[fqn]
-            hits = {pattern for pattern in patterns if any(matches(pattern, name) for name in names)}
+            hits = {pattern for pattern in patterns if any(matches(pattern, name) for name in names[fqn])}
             if hits:
                 found |= hits
                 specs[fqn] = replace(spec, **values)
                 if "route" in values:
-                    exact[fqn] = not hits.isdisjoint(names)
+                    exact[fqn] = not hits.isdisjoint(names[fqn])
         if not found:
             alike = next(filter(None, (nearest(pattern, specs) for pattern in patterns)), "")
             told = " or ".join(map(repr, patterns))
@@ -107,7 +101,7 @@ def resolve_specs(
 
 def _resolve_blocks(spec: ParamSpec) -> ParamSpec:
     """Turn a rule's function into a split, which must cut the matrix exactly. Off the muon route blocks that do not fit
-    are dropped; those that fit are kept, since a parameter group may still force the parameter onto that route."""
+    are dropped; blocks that fit are kept, since a parameter group may still force the parameter onto that route."""
     if spec.blocks is None or len(spec.shape) not in (2, 3):
         return replace(spec, blocks=None)
     try:
@@ -172,14 +166,10 @@ def check_route(spec: ParamSpec, where: str = "") -> None:
         if len(shape) == 3:
             rule = f"{{'name': {spec.fqn!r}, 'set': {{'stack': True}}}}"
             remedies.insert(0, f"declare it a stack of {shape[0]} matrices by the param_policy override {rule}")
-        raise ValueError(
-            f"{name}: the muon route needs a matrix or a stack of matrices, this parameter has shape {shape}; "
-            f"{', '.join(remedies[:-1])} or {remedies[-1]}"
-        )
+        problem = f"the muon route needs a matrix or a stack of matrices, this parameter has shape {shape}"
+        raise ValueError(f"{name}: {problem}; {', or '.join(remedies)}")
     if spec.route == "sharded_adamw" and not shape:
         raise ValueError(f"{name}: the sharded_adamw route needs rows to share, this parameter is a scalar")
     if spec.route != "muon" and spec.trainable and spec.optim_dtype != spec.master_dtype:  # no fused AdamW takes it
-        raise ValueError(
-            f"{name}: on route {spec.route!r} optim_dtype ({spec.optim_dtype}) must be master_dtype "
-            f"({spec.master_dtype})"
-        )
+        dtypes = f"optim_dtype ({spec.optim_dtype}) must be master_dtype ({spec.master_dtype})"
+        raise ValueError(f"{name}: on route {spec.route!r} {dtypes}")
