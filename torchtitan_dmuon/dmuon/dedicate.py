@@ -49,7 +49,7 @@ def dedicate_params(
     prefetch: int = 1,
     process_group_policy: str = "isolated",
     replicate_async: bool = True,
-    hook_boundary_predicate: Callable[[str, nn.Module], bool] | None = None,
+    hook_boundary_predicate: Callable[..., bool] | None = None,
     strict_hook_boundary: bool = True,
     reasons: Mapping[str, str] | None = None,
 ) -> Assignment:
@@ -74,8 +74,8 @@ def dedicate_params(
         process_group_policy: ``isolated`` makes own process groups, ``shared`` uses the meshes'.
         replicate_async: new weights travel to replicas and tensor-parallel shards while the next step begins; else
             ``step`` waits for them. Bitwise the same.
-        hook_boundary_predicate: ``(module name, module) -> bool``: the nearest enclosing module that it accepts is
-            where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
+        hook_boundary_predicate: ``(module name, module) -> bool`` or ``(module) -> bool``: the nearest enclosing module
+            that it accepts is where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
         strict_hook_boundary: a parameter without an accepted enclosing module is an error; else the root is used.
         reasons: why each parameter is or is not selected, by name, for the ownership table.
 

@@ -1,12 +1,52 @@
-"""Dtypes to which the hooks of one boundary cast (behaviour 19 of docs/design). No processes."""
+"""Where units are hooked, and to which dtypes hooks cast (behaviour 19 of docs/design). No processes."""
+
+import functools
 
 import pytest
 import torch
+from torch import nn
 
-from torchtitan_dmuon.dmuon.ownership.boundaries import boundary_dtypes
+from tests.support.oracle import ToyModel
+from torchtitan_dmuon.dmuon.ownership.boundaries import boundary_dtypes, hook_boundaries
 from torchtitan_dmuon.dmuon.ownership.spec import ParamSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Accept:
+    def by_module(self, module):
+        return isinstance(module, nn.Linear)
+
+    def __call__(self, name, module):
+        return isinstance(module, nn.Linear)
+
+
+def is_kind(module, kinds=(nn.Linear,)):
+    return isinstance(module, kinds)
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        lambda module: isinstance(module, nn.Linear),
+        lambda name, module: isinstance(module, nn.Linear) and name == "layers.1.q_proj",
+        lambda *both: isinstance(both[1], nn.Linear),
+        is_kind,
+        functools.partial(lambda kind, module: isinstance(module, kind), nn.Linear),
+        Accept(),
+        Accept().by_module,
+    ],
+)
+def test_a_predicate_takes_the_module_with_or_without_its_name(accept):
+    names = {"layers.1.q_proj.weight": ["layers.1.q_proj.weight"]}
+    assert hook_boundaries(ToyModel(), names, accept, strict=True) == {"layers.1.q_proj.weight": "layers.1.q_proj"}
+
+
+def test_a_predicate_without_a_signature_is_told():
+    with pytest.raises(
+        ValueError, match=r"^hook_boundary_predicate: no signature found .*; wrap it in lambda module: "
+    ):
+        hook_boundaries(ToyModel(), {"embed.weight": ["embed.weight"]}, vars, strict=True)
 
 
 def spec(fqn, **values):

@@ -357,18 +357,37 @@ def test_unknown_keys_and_routes(policy, parts):
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "grad_dtype", "master_dtype", "optim_dtype", "output_dtype"])
-@pytest.mark.parametrize("value", ["bfloat16", torch.int32, torch.bool, 16, torch.complex64])
+@pytest.mark.parametrize("value", ["bfloat61", "int32", torch.int32, torch.bool, 16, torch.complex64])
 def test_dtypes_are_checked(field, value):
     for policy in ({"defaults": {field: value}}, {"overrides": [override("q_proj", **{field: value})]}):
-        with pytest.raises(ValueError, match=f"{field} must be a floating torch.dtype"):
+        with pytest.raises(
+            ValueError, match=rf"{field} must be a floating torch.dtype or its name \('bf16', .*{value!r}$"
+        ):
             resolve(policy)
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "grad_dtype", "master_dtype", "optim_dtype"])
-def test_only_output_dtype_may_be_none(field):
-    with pytest.raises(ValueError, match=f"{field} must be a floating torch.dtype, got None"):
+@pytest.mark.parametrize("field", ["param_dtype", "master_dtype", "output_dtype", "grad_dtype", "optim_dtype"])
+def test_dtypes_by_name(field):
+    names = {
+        BF16: ("bf16", "bfloat16"),
+        FP16: ("fp16", "float16"),
+        FP32: ("fp32", "float32"),
+        FP64: ("fp64", "float64"),
+    }
+    for dtype, spelled in names.items():
+        if (field, dtype) != ("grad_dtype", FP16):  # which overflows
+            for name in (*spelled, str(dtype)):
+                assert resolve({"defaults": {field: name}}) == resolve({"defaults": {field: dtype}})
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "master_dtype", "optim_dtype"])
+def test_only_output_dtype_and_grad_dtype_may_be_none(field):
+    with pytest.raises(ValueError, match=f"{field} must be a floating torch.dtype .*, got None"):
         resolve({"defaults": {field: None}})
-    assert resolve({"defaults": {"output_dtype": None}})[Q0].output_dtype is None
+    back = {"overrides": [override(Q0, output_dtype=None, grad_dtype=None)]}
+    specs = resolve({"defaults": {"output_dtype": BF16, "grad_dtype": BF16}} | back)
+    assert (specs[Q0].output_dtype, specs[Q0].grad_dtype) == (None, FP32)
+    assert (specs[Q1].output_dtype, specs[Q1].grad_dtype) == (BF16, BF16)
 
 
 @pytest.mark.parametrize("dtype", [FP16, torch.float8_e4m3fn])

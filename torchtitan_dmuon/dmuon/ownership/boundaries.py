@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from .spec import ParamSpec
 def hook_boundaries(
     model: nn.Module,
     names: Mapping[str, Iterable[str]],
-    accept: Callable[[str, nn.Module], bool] | None,
+    accept: Callable[..., bool] | None,
     strict: bool,
 ) -> dict[str, str]:
     """The name of each parameter's boundary module, as ``named_modules`` gives it (the first of several), for the names
@@ -24,6 +25,7 @@ def hook_boundaries(
     ``accept`` takes no module."""
     modules = dict(model.named_modules(remove_duplicate=False))
     first_name = {module: name for name, module in model.named_modules()}
+    takes_name = accept is not None and _takes_name(accept)
 
     def boundary_of(name: str) -> str:
         holder = name.rpartition(".")[0]
@@ -31,7 +33,8 @@ def hook_boundaries(
             return layer_of(model, holder) or ""
         for outer in enclosing(holder):
             module = modules[outer]
-            if accept(canonical_fqn(outer), module) and not is_bare_container(module):
+            accepted = accept(canonical_fqn(outer), module) if takes_name else accept(module)
+            if accepted and not is_bare_container(module):
                 return first_name[module]
         if strict:
             raise ValueError(
@@ -43,6 +46,16 @@ def hook_boundaries(
     found = {fqn: set(map(boundary_of, each)) for fqn, each in names.items()}
     # A parameter that several boundaries share is needed whenever one of them runs: it belongs to the root.
     return {fqn: boundaries.pop() if len(boundaries) == 1 else "" for fqn, boundaries in found.items()}
+
+
+def _takes_name(accept: Callable[..., bool]) -> bool:
+    """Whether a predicate is ``(name, module) -> bool``; one with a single required argument takes the module."""
+    try:
+        params = inspect.signature(accept).parameters.values()
+    except ValueError as error:  # some built-in functions
+        raise ValueError(f"hook_boundary_predicate: {error}; wrap it in lambda module: ...") from None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(param.kind in positional and param.default is param.empty for param in params) != 1
 
 
 def boundary_dtypes(name: str, specs: Iterable[ParamSpec]) -> tuple[torch.dtype | None, torch.dtype | None]:

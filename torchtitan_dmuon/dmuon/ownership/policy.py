@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 ROUTES = ("muon", "adamw", "sharded_adamw")
 
 _DTYPE_KEYS = ("param_dtype", "grad_dtype", "master_dtype", "optim_dtype", "output_dtype")
+_NONE = {"grad_dtype": torch.float32, "output_dtype": None}  # the keys whose value may be None, and what None means
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = _SHORT | {str(dtype).removeprefix("torch."): dtype for dtype in _SHORT.values()}
 SETTABLE = ("route", *_DTYPE_KEYS, "cast_forward_inputs", "stack", "transposed", "blocks")
 
 
@@ -139,13 +142,19 @@ def _fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any, where: str) -> Any:
+    """The value as :class:`ParamSpec` has it."""
     if key not in SETTABLE:
         raise ValueError(f"{where}: unknown key {key!r}{nearest(key, SETTABLE)}; known: {', '.join(SETTABLE)}")
     if key == "route" and value not in ROUTES:
         raise ValueError(f"{where}: unknown route {value!r}{nearest(value, ROUTES)}; known: {', '.join(ROUTES)}")
-    may_be_none = key == "output_dtype" and value is None
-    if key in _DTYPE_KEYS and not may_be_none and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise ValueError(f"{where}: {key} must be a floating torch.dtype, got {value!r}")
+    if value is None and key in _NONE:
+        return _NONE[key]
+    if key in _DTYPE_KEYS:
+        dtype = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            known = ", ".join(map(repr, _DTYPES))
+            raise ValueError(f"{where}: {key} must be a floating torch.dtype or its name ({known}), got {value!r}")
+        return dtype
     if key in ("cast_forward_inputs", "stack", "transposed") and not isinstance(value, bool):
         raise ValueError(f"{where}: {key} must be True or False, got {value!r}")
     if key == "blocks" and not (value is None or callable(value) or isinstance(value, BlockSplit)):
