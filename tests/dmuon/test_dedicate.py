@@ -161,10 +161,14 @@ def test_wrong_order_and_wrong_selections_raise_on_every_rank(rank, world):
         dmuon.dedicate_params(twice, mesh, predicate=is_proj)
 
     fresh = ToyModel()
+    norm_to_muon = {"name": "layers.0.norm.weight", "set": {"route": "muon"}}
     with pytest.raises(RuntimeError, match="dedicate_params first"):
         dmuon.Muon(fresh)
     for arguments, message in [
-        ({"predicate": lambda n, p: "norm.weight" in n}, r"layers\.0\.norm\.weight: the muon route needs a matrix"),
+        (
+            {"predicate": lambda n, p: "norm.weight" in n, "param_policy": {"overrides": [norm_to_muon]}},
+            r"layers\.0\.norm\.weight: the muon route needs a matrix",
+        ),
         ({"predicate": lambda n, p: False}, "no parameter of ToyModel was selected"),
         ({}, "no parameter of ToyModel was selected"),  # its matrices are below the default size
         (

@@ -4,6 +4,7 @@ The oracle orthogonalises every matrix by itself: each expert of a stack, and qu
 are stored together. The guide's wrapping order is kept: dedicate, ``fully_shard`` on each layer, then on the root.
 """
 
+import copy
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.harness import assert_same, full_weights, weights_of
 from tests.support.meshes import mesh_of
 from tests.support.oracle import orthogonalize
 from tests.support.pool import distributed
+from tests.test_guide import TYPE_SPLIT
 
 pytest.importorskip("transformers", reason="these tests build models of transformers")
 
@@ -79,13 +81,31 @@ FAMILIES = {
         "model.layers",
     ),
 }
+# The models on which the guide's type split runs word for word; embedding and head are one parameter.
+TIED = {
+    name: (
+        f"{name}Config",
+        f"{name}ForCausalLM",
+        {**ROTARY, "tie_word_embeddings": True, **more},
+        "eager",
+        "model.layers",
+    )
+    for name, more in {
+        "Llama": {},
+        "Qwen2": {},  # with biases
+        "Qwen3": {},
+        "Gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 4},
+        "Mistral": {"sliding_window": None},
+        "Phi3": {"hidden_size": 32, "pad_token_id": 0, "resid_pdrop": 0.0},  # fused projections
+    }.items()
+}
 
 
 def make(family):
     """The same random model on every process."""
     import transformers
 
-    config_class, model_class, arguments, attention, _ = FAMILIES[family]
+    config_class, model_class, arguments, attention, _ = {**FAMILIES, **TIED}[family]
     config = getattr(transformers, config_class)(**arguments, attn_implementation=attention)
     torch.manual_seed(7)
     # eager experts: the others need kernels or sizes that a CPU test does not have
@@ -146,9 +166,9 @@ def dedicate(family, world, mode="z3", **kwargs):
 class Oracle:
     """Muon on every matrix in what is selected, AdamW on the rest."""
 
-    def __init__(self, model):
+    def __init__(self, model, names=None):
         self.model = model
-        names = selection(model)
+        names = selection(model) if names is None else names
         named = dict(model.named_parameters())
         self.matrices = {name: named[name] for name in names}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
@@ -276,3 +296,47 @@ def test_gradient_checkpointing_and_evaluation_of_a_model_with_experts(rank, wor
                 model.train()
         results.append(full_weights(model))
     assert_same(results[1], results[0], atol=0, rtol=0)
+
+
+def in_bfloat16(master):
+    """What computes where ``param_dtype`` is bfloat16: buffers, as the rotary frequencies, stay."""
+    model = copy.deepcopy(master)
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    return model
+
+
+@pytest.mark.parametrize("family", TIED)
+@distributed(world=2, timeout=120)
+def test_the_guides_type_split_word_for_word(rank, world, family):
+    """``lm_head`` is the embedding's other name, a bias of a projection goes to AdamW, and not each pattern of a rule
+    has to match: Phi-3 has no ``q_proj``. A step equals one process that computes in bfloat16, too; after it, a weight
+    between two bfloat16 numbers may round to either."""
+    model, oracle, mesh = make(family), make(family), mesh_of(dp=world)
+    dmuon.dedicate_params(model, mesh, **TYPE_SPLIT)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    rows = {row.name: row for row in dmuon.ownership_table(model)}
+    assert rows.keys() == {name for name, _ in oracle.named_parameters()}
+    matrices = {name for name, row in rows.items() if "proj" in name and len(row.shape) == 2}
+    biases = {name for name in rows if name.endswith("proj.bias")}
+    routes = {name: "adamw" for name in rows} | dict.fromkeys(matrices, "muon")
+    assert {n: r.route for n, r in rows.items()} == {**routes, "model.embed_tokens.weight": "sharded_adamw"}
+    assert (len(matrices), len(biases)) == (2 * (4 if family == "Phi3" else 7), 2 * 3 * (family == "Qwen2"))
+    assert {rows[name].reason for name in biases} <= {"1-D: adamw, not muon"}
+
+    optimizer, expected = dmuon.Muon(model, **HYPER), Oracle(oracle, matrices)
+    tokens = tokens_of(0, rank)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    for param in oracle.parameters():
+        param.grad = torch.zeros_like(param)
+    for other in range(world):
+        computing, tokens = in_bfloat16(oracle), tokens_of(0, other)
+        computing(input_ids=tokens, labels=tokens).loss.backward()
+        for param, computed in zip(oracle.parameters(), computing.parameters(), strict=True):
+            param.grad.add_(computed.grad.float() / world)
+    expected.step()
+    assert_same(full_weights(model), weights_of(oracle))

@@ -48,7 +48,7 @@ def dedicate_params(
     reshard_after_forward: bool = True,
     prefetch: int = 1,
     process_group_policy: str = "isolated",
-    hook_boundary_predicate: Callable[[str, nn.Module], bool] | None = None,
+    hook_boundary_predicate: Callable[..., bool] | None = None,
     hook_boundary_strict: bool = True,
     reasons: Mapping[str, str] | None = None,
     **unknown: Any,
@@ -72,8 +72,8 @@ def dedicate_params(
             them until the optimizer changes them (Z2).
         prefetch: number of units whose broadcasts are launched ahead.
         process_group_policy: ``isolated`` makes own process groups, ``shared`` uses the meshes'.
-        hook_boundary_predicate: ``(module name, module) -> bool``: the nearest enclosing module that it accepts is
-            where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
+        hook_boundary_predicate: ``(module name, module) -> bool`` or ``(module) -> bool``: the nearest enclosing module
+            that it accepts is where a parameter's unit is hooked. Default: the outermost repeated block, else the root.
         hook_boundary_strict: a parameter without an accepted enclosing module is an error; else the root is used.
         reasons: why each parameter is or is not selected, by name, for the ownership table.
 
@@ -89,8 +89,8 @@ def dedicate_params(
         refuse("dedicate_params", unknown, inspect.signature(dedicate_params).parameters)
     _check(model, prefetch, process_group_policy)
     selection = select(model, predicate, reasons or {})
-    specs = resolve_specs(selection.params, selection.reasons, param_policy, route_hint_fn, matrix_layouts(model))
-    boundaries = hook_boundaries(model, selection.params, hook_boundary_predicate, hook_boundary_strict)
+    specs = resolve_specs(selection, param_policy, route_hint_fn, matrix_layouts(model))
+    boundaries = hook_boundaries(model, selection.names, hook_boundary_predicate, hook_boundary_strict)
     decided = decide(model, selection, specs, boundaries, tp_mesh)
     torch_private.teach_fully_shard_to_skip_dedicated()
     grid = build_grid(mesh, replicate_mesh, decided.tp_mesh)

@@ -94,7 +94,7 @@ def test_owners_on_every_route(rank, world, mesh):
     policy = {
         "defaults": {"route": "adamw"},
         "overrides": [
-            {"name": ["re:proj.weight$", "experts"], "set": {"route": "muon"}},
+            {"name": ["re:proj.weight$", "experts"], "set": {"route": "muon", "stack": True}},
             {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
         ],
     }

@@ -76,7 +76,8 @@ class Various(ToyModel):
             param.requires_grad_(False)
 
 
-VARIOUS = {**TYPE_SPLIT, "overrides": [*TYPE_SPLIT["overrides"], {"name": "experts", "set": {"route": "muon"}}]}
+EXPERTS = {"name": "experts", "set": {"route": "muon", "stack": True}}
+VARIOUS = {**TYPE_SPLIT, "overrides": [*TYPE_SPLIT["overrides"], EXPERTS]}
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])

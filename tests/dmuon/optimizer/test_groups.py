@@ -251,6 +251,46 @@ def test_any_scheduler_moves_each_group_as_it_would_a_plain_optimizers(rank, wor
 
 
 @distributed(world=2)
+def test_a_wide_predicate_needs_no_policy_where_groups_choose_the_routes(rank, world):
+    """Every parameter is dedicated; embedding and head, which are matrices, are sent to AdamW by their group."""
+    model, _ = build(world, ToyModel(), lambda n, p: p.requires_grad, shard=False, optimizer=False)
+    matrices = [p for n, p in model.named_parameters() if is_proj(n, p)]
+    rest = [p for n, p in model.named_parameters() if not is_proj(n, p)]
+    groups = [{"params": matrices, "dmuon_route": "muon"}, {"params": rest, "dmuon_route": "adamw"}]
+    optimizer = dmuon.Muon(model, param_groups=groups)
+    assert {dp.fqn for dp in optimizer.runtime.params if dp.spec.route == "muon"} == {
+        n for n, p in model.named_parameters() if is_proj(n, p)
+    }
+    train(model, optimizer, 3, rank)
+    oracle = ToyModel()
+    train_one_process(oracle, OracleMuon(oracle, is_proj), 3, world)
+    assert_same(full_weights(model), weights_of(oracle))
+    with pytest.raises(ValueError, match=r"param_groups\[1\]: .*norm\.weight: the muon route needs a matrix"):
+        dmuon.Muon(model, param_groups=[groups[0], {"params": rest, "dmuon_route": "muon"}])
+
+
+@distributed(world=2)
+def test_a_group_forces_no_convolution_onto_muon(rank, world):
+    """Unless it was declared a stack when it was dedicated."""
+
+    def dedicated(**declared):
+        model = ToyModel(layers=1)
+        model.layers[0].conv = torch.nn.Conv1d(16, 16, 3, bias=False)
+        policy = {"overrides": [{"name": "conv", "set": {"route": "adamw", **declared}}]}
+        accept = lambda n, p: "proj.weight" in n or "conv" in n  # noqa: E731
+        build(world, model, accept, shard=False, optimizer=False, param_policy=policy)
+        params = [dp.param for dp in dmuon.get_dedicated_params(model)]
+        for param in model.parameters():
+            param.requires_grad_(param in set(params))
+        dmuon.Muon(model, param_groups=[{"params": params, "dmuon_route": "muon"}])
+        return {dp.spec.route for dp in dmuon.get_dedicated_params(model)}
+
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: layers\.0\.conv\.weight: the muon route .*'stack': True"):
+        dedicated()
+    assert dedicated(stack=True) == {"muon"}
+
+
+@distributed(world=2)
 def test_wrong_kinds_of_values_and_failed_attempts_leave_no_trace(rank, world):
     model, _ = build(world, optimizer=False)
     base, action = split(model)

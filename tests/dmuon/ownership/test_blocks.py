@@ -25,7 +25,8 @@ def test_the_kinds_of_split():
     # two heads of (query 2, key 1)
     assert rows_of(split_interleaved(2, (2, 1))) == [[0, 1, 3, 4], [2, 5]]
     assert rows_of(split_interleaved(3, (1, 1))) == [[0, 2, 4], [1, 3, 5]]
-    assert str(split_sizes((4, 2), dim=1)) == "4x2 columns"
+    assert str(split_sizes((4, 2), dim=1)) == "2 blocks 4+2 columns"
+    assert str(split_equal(3)(SHAPE)) == "3 blocks of 8 rows"
 
 
 def test_what_does_not_cut_exactly_is_refused():

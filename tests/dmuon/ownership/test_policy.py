@@ -1,10 +1,15 @@
 """``param_policy`` and ``route_hint_fn``: precedence, patterns, and what is refused. No processes."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 
-from torchtitan_dmuon.dmuon.ownership.policy import ROUTES, boundary_dtypes, matches, nearest, resolve_specs
+from torchtitan_dmuon.dmuon.ownership.boundaries import boundary_dtypes
+from torchtitan_dmuon.dmuon.ownership.decide import Selection
+from torchtitan_dmuon.dmuon.ownership.fused_weights import matrix_layouts
+from torchtitan_dmuon.dmuon.ownership.policy import ROUTES, matches, nearest, resolve_specs
 from torchtitan_dmuon.dmuon.ownership.spec import ParamSpec
 
 Q0, Q1, UP0, UP1 = (
@@ -21,8 +26,12 @@ def parameters(**shapes):
     return {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
 
 
-def resolve(policy=None, selected=None, hint=None, reasons=None):
-    return resolve_specs(selected or parameters(), reasons or {}, policy, hint)
+def resolve(policy=None, selected=None, hint=None, reasons=None, tied=None, layouts=None):
+    """``tied``: the further names of a parameter, by its first one."""
+    selected = selected or parameters()
+    names = {fqn: [fqn, *(tied or {}).get(fqn, ())] for fqn in selected}
+    selection = Selection(selected, dict.fromkeys(selected, "") | (reasons or {}), names, {})
+    return resolve_specs(selection, policy, hint, layouts or {})
 
 
 def override(names, **values):
@@ -216,7 +225,7 @@ def test_a_type_split_without_the_vocabulary_selected_names_the_rule():
     """As when the predicate takes the matrices only."""
     selected = {name: param for name, param in llama().items() if "proj" in name}
     rules = [override(PROJECTIONS, route="muon"), override(["embed_tokens", "lm_head"], route="sharded_adamw")]
-    with pytest.raises(ValueError, match=r"overrides\[1\]: 'embed_tokens' matches none of the 14 selected"):
+    with pytest.raises(ValueError, match=r"overrides\[1\]: 'embed_tokens' or 'lm_head' matches none of the 14"):
         resolve({"defaults": {"route": "adamw"}, "overrides": rules}, selected)
 
 
@@ -274,14 +283,34 @@ def test_patterns(pattern, hits):
 def test_a_rule_that_matches_nothing_names_itself():
     overrides = [
         override("q_proj", param_dtype=BF16),
-        override(["up_proj", "layers.0.attn.qproj.weight"], param_dtype=BF16),
+        override(["zzz", "layers.0.attn.qproj.weight"], param_dtype=BF16),
     ]
     with pytest.raises(ValueError) as caught:
         resolve({"overrides": overrides})
     message = str(caught.value)
     assert "overrides[1]" in message
-    assert "'layers.0.attn.qproj.weight' matches none of the 4 selected" in message
+    assert "'zzz' or 'layers.0.attn.qproj.weight' matches none of the 4 selected" in message
     assert f"did you mean {Q0!r}" in message
+
+
+def test_one_pattern_of_a_rule_is_enough_and_the_others_are_told(caplog):
+    caplog.set_level(logging.INFO)
+    specs = resolve({"overrides": [override(["k_proj", "up_proj", "gate"], param_dtype=BF16)]})
+    assert {name for name, spec in specs.items() if spec.param_dtype is BF16} == {UP0, UP1}
+    assert caplog.messages == ["param_policy overrides[0]: no selected parameter matches 'k_proj', 'gate'"]
+
+
+def test_every_name_of_a_tied_parameter_counts():
+    selected, tied = (
+        parameters(**{"embed_tokens.weight": (9, 4), Q0: (4, 4)}),
+        {"embed_tokens.weight": ["lm_head.weight"]},
+    )
+    for pattern in ("lm_head", "lm_head.weight", "embed_tokens", "re:^lm", "*head*"):
+        specs = resolve({"overrides": [override(pattern, route="sharded_adamw")]}, selected, tied=tied)
+        assert {name: spec.route for name, spec in specs.items()} == {
+            "embed_tokens.weight": "sharded_adamw",
+            Q0: "muon",
+        }
 
 
 def test_a_rule_without_names_matches_nothing():
@@ -328,18 +357,37 @@ def test_unknown_keys_and_routes(policy, parts):
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "grad_dtype", "master_dtype", "optim_dtype", "output_dtype"])
-@pytest.mark.parametrize("value", ["bfloat16", torch.int32, torch.bool, 16, torch.complex64])
+@pytest.mark.parametrize("value", ["bfloat61", "int32", torch.int32, torch.bool, 16, torch.complex64])
 def test_dtypes_are_checked(field, value):
     for policy in ({"defaults": {field: value}}, {"overrides": [override("q_proj", **{field: value})]}):
-        with pytest.raises(ValueError, match=f"{field} must be a floating torch.dtype"):
+        with pytest.raises(
+            ValueError, match=rf"{field} must be a floating torch.dtype or its name \('bf16', .*{value!r}$"
+        ):
             resolve(policy)
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "grad_dtype", "master_dtype", "optim_dtype"])
-def test_only_output_dtype_may_be_none(field):
-    with pytest.raises(ValueError, match=f"{field} must be a floating torch.dtype, got None"):
+@pytest.mark.parametrize("field", ["param_dtype", "master_dtype", "output_dtype", "grad_dtype", "optim_dtype"])
+def test_dtypes_by_name(field):
+    names = {
+        BF16: ("bf16", "bfloat16"),
+        FP16: ("fp16", "float16"),
+        FP32: ("fp32", "float32"),
+        FP64: ("fp64", "float64"),
+    }
+    for dtype, spelled in names.items():
+        if (field, dtype) != ("grad_dtype", FP16):  # which overflows
+            for name in (*spelled, str(dtype)):
+                assert resolve({"defaults": {field: name}}) == resolve({"defaults": {field: dtype}})
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "master_dtype", "optim_dtype"])
+def test_only_output_dtype_and_grad_dtype_may_be_none(field):
+    with pytest.raises(ValueError, match=f"{field} must be a floating torch.dtype .*, got None"):
         resolve({"defaults": {field: None}})
-    assert resolve({"defaults": {"output_dtype": None}})[Q0].output_dtype is None
+    back = {"overrides": [override(Q0, output_dtype=None, grad_dtype=None)]}
+    specs = resolve({"defaults": {"output_dtype": BF16, "grad_dtype": BF16}} | back)
+    assert (specs[Q0].output_dtype, specs[Q0].grad_dtype) == (None, FP32)
+    assert (specs[Q1].output_dtype, specs[Q1].grad_dtype) == (BF16, BF16)
 
 
 @pytest.mark.parametrize("dtype", [FP16, torch.float8_e4m3fn])
@@ -354,23 +402,84 @@ def test_cast_forward_inputs_is_a_bool(value):
         resolve({"defaults": {"cast_forward_inputs": value}})
 
 
-@pytest.mark.parametrize("shape", [(7,), (), (2, 3, 4, 5)])
-def test_muon_needs_a_matrix_or_a_stack(shape):
-    selected = parameters(**{"ok": (2, 3), "layers.0.norm.weight": shape})
-    with pytest.raises(ValueError) as caught:
-        resolve(selected=selected)
-    assert (
-        "layers.0.norm.weight: the muon route needs a matrix or a stack of matrices, this parameter has shape "
-        f"{list(shape)}"
-    ) in str(caught.value)
-    assert resolve({"overrides": [override("norm", route="adamw")]}, selected)["layers.0.norm.weight"].shape == shape
-    with pytest.raises(ValueError, match="needs a matrix or a stack"):  # also when a rule asks for it
-        resolve({"defaults": {"route": "adamw"}, "overrides": [override("norm", route="muon")]}, selected)
+NORM = "layers.0.norm.weight"
+ADAMW = {"defaults": {"route": "adamw"}}
+
+
+@pytest.mark.parametrize("shape", [(7,), ()])
+def test_what_is_no_matrix_goes_to_muon_by_its_exact_name_only_and_that_is_an_error(shape):
+    """A rule for many (a predicate, the defaults, a pattern, a hint) leaves it to AdamW, and the table says why."""
+    selected = parameters(**{"ok": (2, 3), NORM: shape})
+    for policy, hint in [
+        (None, None),
+        ({"defaults": {"route": "muon", "optim_dtype": BF16}}, None),
+        (ADAMW, lambda name, param: "muon"),
+        *(
+            (ADAMW | {"overrides": [override(wide, route="muon")]}, None)
+            for wide in ("norm", "layers.*", "re:norm", "")
+        ),
+        (ADAMW | {"overrides": [override(NORM, param_dtype=BF16), override("norm", route="muon")]}, None),
+        (ADAMW | {"overrides": [override(NORM, route="muon"), override("norm", route="muon")]}, None),
+    ]:
+        norm = resolve(policy, selected, hint)[NORM]
+        assert (norm.route, norm.shape, norm.optim_dtype) == ("adamw", shape, norm.master_dtype)
+        assert norm.reason == f"{len(shape)}-D: adamw, not muon"
+    for names in (NORM, ["layers", NORM]):
+        with pytest.raises(ValueError) as caught:
+            resolve(ADAMW | {"overrides": [override(names, route="muon")]}, selected)
+        assert str(caught.value) == (
+            f"{NORM}: the muon route needs a matrix or a stack of matrices, this parameter has shape {list(shape)}; "
+            "give the parameter route 'adamw', or leave it out of the predicate"
+        )
+    told = resolve(ADAMW | {"overrides": [override("norm", optim_dtype=FP32)]}, selected, reasons={NORM: "so"})[NORM]
+    assert told.reason == "so"  # nobody has asked for muon
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (5, 3, 4), (1, 1, 1)])
-def test_muon_takes_matrices_and_stacks(shape):
-    assert resolve(selected=parameters(w=shape))["w"] == ParamSpec("w", shape, "muon", True, FP32)
+def test_muon_takes_matrices_and_declared_stacks(shape):
+    specs = resolve({"overrides": [override("w", stack=True)]}, parameters(w=shape))
+    assert specs["w"] == ParamSpec("w", shape, "muon", True, FP32, stack=True)
+
+
+CONV = "layers.0.conv.weight"
+DECLARE = f"stack of 16 matrices by the param_policy override {{'name': '{CONV}', 'set': {{'stack': True}}}}"
+
+
+@pytest.mark.parametrize("ask", ["predicate", "defaults", "override", "exact", "hint", "stack=False"])
+@pytest.mark.parametrize("shape", [(16, 16, 3), (16, 1, 4), (8, 3, 14, 14)])
+def test_what_nobody_calls_a_stack_is_none(ask, shape):
+    """The weight of ``nn.Conv1d`` is [out, in, width]: its slices are no matrices of a layer."""
+    policy = {
+        "defaults": {"defaults": {"route": "muon"}},
+        "override": {"defaults": {"route": "adamw"}, "overrides": [override("conv", route="muon")]},
+        "exact": {"defaults": {"route": "adamw"}, "overrides": [override(CONV, route="muon")]},
+        "stack=False": {"overrides": [override("conv", stack=False)]},
+    }.get(ask)
+    selected = parameters(**{"ok": (2, 3), CONV: shape})
+    with pytest.raises(ValueError) as caught:
+        resolve(policy, selected, (lambda name, param: "muon") if ask == "hint" else None)
+    told = str(caught.value)
+    assert told.startswith(f"{CONV}: the muon route needs a matrix or a stack of matrices")
+    assert f"shape {list(shape)}" in told and "route 'adamw'" in told and "out of the predicate" in told
+    assert f"store it flat ([{shape[0]}, " in told
+    assert (DECLARE in told) == (len(shape) == 3)
+    assert resolve({"overrides": [override("conv", route="adamw")]}, selected)[CONV].route == "adamw"
+
+
+def test_experts_are_a_known_stack():
+    class GroupedExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1 = nn.Parameter(torch.empty(4, 6, 8))
+
+    with torch.device("meta"):
+        model = nn.ModuleDict({"experts": GroupedExperts(), "conv": nn.Conv1d(16, 16, 3, bias=False)})
+    layouts = matrix_layouts(model)
+    selected = dict(model.named_parameters())
+    spec = resolve(selected={"experts.w1": selected.pop("experts.w1")}, layouts=layouts)["experts.w1"]
+    assert spec.route == "muon" and spec.stack
+    with pytest.raises(ValueError, match=r"^conv\.weight: the muon route needs a matrix"):
+        resolve(selected=selected, layouts=layouts)
 
 
 def test_shared_rows_need_a_row():
@@ -392,72 +501,3 @@ def test_adamw_takes_any_shape(route, shape):
 def test_nearest():
     assert nearest("param_dtpye", ("route", "param_dtype")) == " (did you mean 'param_dtype'?)"
     assert nearest("zzz", ("route", "param_dtype")) == ""
-
-
-# ----------------------------------------------------------------- dtypes of one boundary (behaviour 19 of docs/design)
-
-
-def spec(fqn, **values):
-    """As ``resolve_specs`` makes them: a ``param_dtype`` among ``values`` was given by a rule."""
-    common = {"shape": (2, 2), "route": "muon", "trainable": True, "param_dtype": FP32}
-    return ParamSpec(fqn, **{**common, "declares_param_dtype": "param_dtype" in values, **values})
-
-
-def test_boundary_casts():
-    both = {"param_dtype": BF16, "output_dtype": FP32}
-    assert boundary_dtypes("b", [spec("x", **both), spec("y", **both)]) == (BF16, FP32)
-    assert boundary_dtypes("b", [spec("x", **both, cast_forward_inputs=True)]) == (BF16, FP32)
-    assert boundary_dtypes("b", [spec("x", **both, cast_forward_inputs=False)]) == (None, FP32)
-    assert boundary_dtypes("b", [spec("x", param_dtype=BF16)]) == (BF16, None)
-    # Unless the user says it, inputs are cast only where one declared dtype fits the whole boundary.
-    assert boundary_dtypes("b", [spec("x", param_dtype=BF16), spec("y", param_dtype=FP32)]) == (None, None)
-    assert boundary_dtypes("b", [spec("x", param_dtype=FP32), spec("y", param_dtype=FP32)]) == (FP32, None)
-    off = {"cast_forward_inputs": False}
-    assert boundary_dtypes("b", [spec("x", param_dtype=BF16, **off), spec("y", **off)]) == (None, None)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_inputs_are_not_cast_to_a_dtype_that_no_rule_declared(dtype):
-    own, said = {"param_dtype": dtype, "declares_param_dtype": False}, {"param_dtype": dtype}
-    assert boundary_dtypes("b", [spec("x", **own), spec("y", **own)]) == (None, None)
-    for specs in ([spec("x", **own), spec("y", **said)], [spec("x", **said), spec("y", **own)]):
-        assert boundary_dtypes("b", specs) == (None, None)
-    on = {"cast_forward_inputs": True}
-    for x, y in ((own, own), (own, said), (said, own)):
-        assert boundary_dtypes("b", [spec("x", **x, **on), spec("y", **y, **on)]) == (dtype, None)
-    off = {"cast_forward_inputs": False}
-    assert boundary_dtypes("b", [spec("x", **said, **off), spec("y", **said, **off)]) == (None, None)
-
-
-def test_dtypes_each_parameter_may_have_of_its_own():
-    specs = [spec("x", param_dtype=BF16, master_dtype=BF16, optim_dtype=BF16), spec("y", param_dtype=BF16)]
-    assert boundary_dtypes("b", specs) == (BF16, None)
-
-
-@pytest.mark.parametrize(
-    ("field", "first", "second"),
-    [
-        ("output_dtype", {"output_dtype": BF16}, {"output_dtype": FP32}),
-        ("output_dtype", {"output_dtype": BF16}, {}),
-        ("grad_dtype", {"grad_dtype": BF16}, {}),
-        ("cast_forward_inputs", {"cast_forward_inputs": True}, {"cast_forward_inputs": False}),
-        ("param_dtype", {"cast_forward_inputs": True, "param_dtype": BF16}, {"cast_forward_inputs": True}),
-    ],
-)
-@pytest.mark.parametrize("name", ["layers.3", ""])
-def test_conflicts_are_refused(name, field, first, second):
-    for specs in (
-        [spec("x.w", **first), spec("y.w", **second)],
-        [spec("y.w", **second), spec("x.w", **first)],
-    ):
-        with pytest.raises(ValueError) as caught:
-            boundary_dtypes(name, specs)
-        message = str(caught.value)
-        for part in (repr(name or "<root>"), f"conflicting {field}", "x.w", "y.w"):
-            assert part in message
-
-
-def test_the_gradient_of_a_frozen_parameter_conflicts_with_nothing():
-    frozen = spec("y", param_dtype=BF16, trainable=False, grad_dtype=BF16)
-    assert boundary_dtypes("b", [spec("x", param_dtype=BF16), frozen]) == (BF16, None)
-    assert boundary_dtypes("b", [spec("x", param_dtype=BF16, trainable=False), frozen]) == (BF16, None)

@@ -347,7 +347,8 @@ def test_states_of_another_shape_than_their_piece(rank, world, tmp_path):
     """A row-wise second moment [E, m, 1], one number an expert [E], a scalar: cut as far as they are as long as what is
     cut, and whole again in a checkpoint."""
     model = Stack()
-    dmuon.dedicate_params(model, flat_mesh(world), predicate=lambda n, p: True)
+    policy = {"defaults": {"stack": True}}
+    dmuon.dedicate_params(model, flat_mesh(world), predicate=lambda n, p: True, param_policy=policy)
     optimizer = dmuon.Muon(model)
     (piece,) = optimizer.runtime.owned  # experts 0-1 here, 2-4 there
     start, stop = piece.start, piece.stop

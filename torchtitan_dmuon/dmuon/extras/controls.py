@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -19,11 +20,29 @@ def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
     return list(runtime_of(model).params)
 
 
-def get_owned_params(model: nn.Module, rank: int | None = None) -> list[Piece]:
-    """The pieces that global ``rank`` (default: this one) owns, in ``named_parameters`` order. A piece has the ``fqn``,
-    ``shape`` and ``numel`` of its parameter; of an expert stack or of shared rows, those of the rank's part."""
+def get_owned_params(
+    model: nn.Module, rank: int | None = None, *, coordinate: tuple[int, int, int] | None = None
+) -> list[Piece]:
+    """The pieces of one rank, in ``named_parameters`` order: of global ``rank`` (default: this one), or of the rank at
+    ``coordinate`` = (replicate, shard, tp) in the meshes, 0 where there is no such mesh. A piece has the ``fqn``,
+    ``shape`` and ``numel`` of its parameter; of an expert stack or of shared rows, those of the rank's part. Raises
+    ValueError for a rank or a place that the model does not have."""
+    runtime = runtime_of(model)
+    grid = runtime.grid
+    if coordinate is not None:
+        if rank is not None or coordinate not in itertools.product(*map(range, grid.shape)):
+            raise ValueError(
+                f"coordinate must be (replicate, shard, tp) in meshes of sizes {grid.shape}, and go without rank, got "
+                f"{coordinate!r} with rank={rank!r}"
+            )
+        rank = grid.ranks[grid.slot_at(*coordinate)]
     rank = dist.get_rank() if rank is None else rank
-    return [piece for dp in runtime_of(model).params for piece in dp.pieces if piece.owner_rank == rank]
+    if rank not in grid.ranks:
+        raise ValueError(
+            f"rank must be a global rank, an int, among the {grid.num_slots} from {min(grid.ranks)} to "
+            f"{max(grid.ranks)} that share the model, got {rank!r}; a place is coordinate=(replicate, shard, tp)"
+        )
+    return [piece for dp in runtime.params for piece in dp.pieces if piece.owner_rank == rank]
 
 
 def ignored_params(model: nn.Module) -> set[nn.Parameter]:

@@ -61,7 +61,9 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
         tail = 2 if limit > 2 else 0
         shown = [*rows[: limit - tail], *rows[len(rows) - tail :]]
     cells = [("parameter", "shape", "route", "owner", "why")]
-    cells += [(row.name, "x".join(map(str, row.shape)), row.route, _told(row.owners), row.reason) for row in shown]
+    for row in shown:
+        owner = f"{len(row.owners)} ranks" if len(row.owners) > 1 else "".join(map(str, row.owners)) or "-"
+        cells.append((row.name, "x".join(map(str, row.shape)), row.route, owner, row.reason))
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
     if len(shown) < len(rows):
@@ -74,21 +76,10 @@ def _route(dp: DedicatedParam) -> str:
 
 
 def _why(dp: DedicatedParam) -> str:
-    """The reason, and how Newton-Schulz sees the weight where that is not as one matrix."""
-    blocks, notes = dp.spec.blocks, [dp.spec.reason]
-    if dp.spec.route == "muon" and blocks is not None:
-        sizes = list(dict.fromkeys(map(len, blocks.blocks)))
-        of = f" of {sizes[0]}" if len(sizes) == 1 else f" {'+'.join(str(len(block)) for block in blocks.blocks)}"
-        notes.append(f"{len(blocks.blocks)} blocks{of} {'columns' if blocks.dim else 'rows'}")
-    if dp.spec.route == "muon" and dp.spec.transposed:
-        notes.append("stored [in, out]")
-    return "; ".join(note for note in notes if note)
-
-
-def _told(owners: tuple[int, ...]) -> str:
-    if not owners:
-        return "-"
-    return str(owners[0]) if len(owners) == 1 else f"{len(owners)} ranks"
+    """The reason, and how Newton-Schulz sees the weight if not as one matrix stored [out, in]."""
+    spec = dp.spec
+    notes = [str(spec.blocks or ""), "stored [in, out]" * spec.transposed] if spec.route == "muon" else []
+    return "; ".join(filter(None, (spec.reason, *notes)))
 
 
 def summarize_param_groups(optimizer: Muon) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ownership.policy import ROUTES, check_state_dtype, nearest
+from ..ownership.policy import ROUTES, check_route, nearest
 from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam
 
@@ -131,10 +131,8 @@ def _forced_route(
                 f"{where}: {spec.fqn} was dedicated on route {spec.route!r} and stored for it; choose {route!r} in "
                 "dedicate_params(param_policy=...)"
             )
-        if route == "muon" and len(spec.shape) not in (2, 3):
-            raise ValueError(f"{where}: {spec.fqn} has shape {list(spec.shape)}; the muon route needs matrices")
         forced[param] = replace(spec, route=route)
-        check_state_dtype(forced[param])
+        check_route(forced[param], f"{where}: ")
     return forced
 
 

@@ -1,7 +1,7 @@
 """Which rank owns which piece: the longest job first, each to the least loaded slot. Pure, the same on every process.
 
-The load of a slot is the Newton-Schulz work of its pieces. Among equally loaded slots the pieces of one unit go to
-different owners, so that the broadcasts and reductions of the unit start from many ranks at once.
+Among equally loaded slots the pieces of one unit go to different owners, so that its broadcasts and reductions start
+from many ranks at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """What one piece of a unit (``unit`` is the name of its hook boundary) costs its owner: ``flops`` of Newton-Schulz
-    per step, 0 for a frozen piece or AdamW's, and ``bytes`` of master weight."""
+    """The cost of a piece for its owner: ``flops`` of Newton-Schulz per step, 0 for a frozen piece or AdamW's, and
+    ``bytes`` of master weight. ``unit`` is the name of the piece's hook boundary."""
 
     fqn: str
     unit: str
@@ -25,19 +25,12 @@ class MatrixCost:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The owner of every piece, and the loads that follow from it.
-
-    Attributes:
-        owner: name of a piece -> slot, the owner's rank in the flattened replicate x shard x tp order.
-        flops: optimizer FLOPs per step of each slot.
-        bytes: master-weight bytes of each slot.
-        counts: number of pieces of each slot.
-    """
+    """The owner of every piece (``owner``: name -> slot, the rank in the flattened replicate x shard x tp order), and
+    of each slot the optimizer ``flops`` per step and the ``bytes`` of master weights."""
 
     owner: dict[str, int]
     flops: tuple[int, ...]
     bytes: tuple[int, ...]
-    counts: tuple[int, ...] = ()
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -58,14 +51,12 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
 
     Pieces with FLOPs come first, in falling order of FLOPs, then of bytes. Each goes to the slot of fewest FLOPs; among
     equals to the one with the fewest bytes of the piece's unit, then with the fewest bytes, then to the lowest number.
-    Pieces without FLOPs follow, to the slot of fewest bytes, then with the fewest of the unit, then the lowest.
-
-    Raises:
-        ValueError: ``num_slots`` < 1 or a name given twice.
+    Pieces without FLOPs follow, to the slot of fewest bytes, then with the fewest of the unit, then the lowest. Raises
+    ValueError for ``num_slots`` < 1 or a name given twice.
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    flops, size, counts = [0] * num_slots, [0] * num_slots, [0] * num_slots
+    flops, size = [0] * num_slots, [0] * num_slots
     unit_bytes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # unit -> slot -> bytes
     owner: dict[str, int] = {}
     # Python's sort is stable: equal costs keep the model's order, so every process gets the same result.
@@ -80,18 +71,14 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
             flops[slot] += cost.flops
             size[slot] += cost.bytes
             in_unit[slot] += cost.bytes
-            counts[slot] += 1
             slots.push(slot)
-    return Assignment({cost.fqn: owner[cost.fqn] for cost in costs}, tuple(flops), tuple(size), tuple(counts))
+    return Assignment({cost.fqn: owner[cost.fqn] for cost in costs}, tuple(flops), tuple(size))
 
 
 class _SlotQueue:
-    """All slots in the order (load, bytes of one unit, bytes, number). A minimum over 1,024 slots for each of 30,000
-    pieces takes 5 s; two heaps take 0.2 s, since most pieces follow one of their own unit.
-
-    Args:
-        load, size: of each slot. Only a popped slot changes, before it is pushed back.
-    """
+    """All slots in the order (load, bytes of one unit, bytes, number). Only a popped slot's ``load`` and ``size``
+    change, before it is pushed back. A minimum over 1,024 slots for each of 30,000 pieces takes 5 s; two heaps take 0.2
+    s, since most pieces follow one of their own unit."""
 
     def __init__(self, load: Sequence[int], size: Sequence[int]) -> None:
         self._load, self._size = load, size

@@ -1,8 +1,7 @@
-"""Blocks: a fused weight seen as the matrices it holds.
+"""Blocks: a fused weight (query, key and value; gate and up) seen as the matrices it holds.
 
-A projection that computes several things at once (query, key and value; gate and up) stores several matrices in one
-weight. Each of them gets its own Newton-Schulz, scale and NorMuon statistics. A block names the rows (of a weight
-stored [in, out], the columns) of one of them. Pure; ``fused_weights.py`` knows which weights of which models are fused.
+Each block is the rows (of a weight stored [in, out], the columns) of one matrix, which gets its own Newton-Schulz,
+scale and NorMuon statistics. Pure; ``fused_weights.py`` knows which weights of which models are fused.
 """
 
 from __future__ import annotations
@@ -17,53 +16,43 @@ from .spec import AXIS_NAMES, ROWS, Block, BlockSplit
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a weight holds its matrices.
+    """How a weight holds its matrices: the three fields are those of :class:`ParamSpec`."""
 
-    Attributes:
-        transposed: stored [in, out], as ``Conv1D``'s; else [out, in], as ``nn.Linear``'s.
-        blocks: the matrices of a fused weight; ``None`` for one.
-    """
-
+    stack: bool = False
     transposed: bool = False
     blocks: BlockSplit | None = None
 
 
 def split_sizes(sizes: Sequence[int], dim: int = ROWS) -> BlockSplit:
     """Consecutive blocks of these sizes: ``split_sizes((768, 256, 256))`` for [query, key, value]."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return BlockSplit(tuple(Block(start, size) for start, size in zip(starts, sizes, strict=True)), dim)
+    return split_interleaved(1, sizes, dim)
 
 
 def split_equal(parts: int, dim: int = ROWS) -> Callable[[tuple[int, ...]], BlockSplit]:
     """A function of the shape: ``parts`` consecutive blocks of one size, as 2 for [gate, up]."""
-
-    def split(shape: tuple[int, ...]) -> BlockSplit:
-        size, rest = divmod(shape[-2:][dim], parts)
-        if rest:
-            raise ValueError(f"{shape[-2:][dim]} {AXIS_NAMES[dim]} do not split into {parts} equal blocks")
-        return split_sizes([size] * parts, dim)
-
-    return split
+    problem = f"do not split into {parts} equal blocks"
+    return lambda shape: split_sizes([_divide(shape, dim, parts, problem)] * parts, dim)
 
 
 def split_heads(head_dim: int, dim: int = ROWS) -> Callable[[tuple[int, ...]], BlockSplit]:
     """A function of the shape: one block for each head of ``head_dim`` rows (or columns)."""
+    problem = f"are no multiple of head_dim {head_dim}"
+    return lambda shape: split_sizes([head_dim] * _divide(shape, dim, head_dim, problem), dim)
 
-    def split(shape: tuple[int, ...]) -> BlockSplit:
-        heads, rest = divmod(shape[-2:][dim], head_dim)
-        if rest:
-            raise ValueError(f"{shape[-2:][dim]} {AXIS_NAMES[dim]} are no multiple of head_dim {head_dim}")
-        return split_sizes([head_dim] * heads, dim)
 
-    return split
+def _divide(shape: tuple[int, ...], dim: int, divisor: int, problem: str) -> int:
+    length = shape[-2:][dim]
+    if length % divisor:
+        raise ValueError(f"{length} {AXIS_NAMES[dim]} {problem}")
+    return length // divisor
 
 
 def split_interleaved(groups: int, sizes: Sequence[int], dim: int = ROWS) -> BlockSplit:
     """Blocks whose parts alternate: ``groups`` times ``sizes[0]`` rows of the first block, ``sizes[1]`` of the second,
     and so on. ``split_interleaved(12, (64, 64, 64))`` is for 12 heads of [query, key, value]."""
-    period = sum(sizes)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return BlockSplit(tuple(Block(start, size, groups, period) for start, size in zip(starts, sizes, strict=True)), dim)
+    blocks = (Block(start, size, groups, sum(sizes)) for start, size in zip(starts, sizes, strict=True))
+    return BlockSplit(tuple(blocks), dim)
 
 
 def take(matrices: torch.Tensor, block: Block, dim: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The default predicate: which parameters of a model are matrices for Muon, and why the others are not.
 
-Decided on the unsharded model by module identity (which class holds the parameter, and where it stands), not by
-substrings of names. Pure: reads modules and shapes only. A *layer* is a repeated module of a model, such as
-``model.layers[3]``; in the reasons that users read it is called a block.
+The class and the place of the module that holds a parameter decide, on the unsharded model; no substring of a name
+does. Pure: reads modules and shapes only. A *layer* is a repeated module, such as ``model.layers[3]``; the reasons that
+users read call it a block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 # Wrappers put these parts into a name; the canonical name of a parameter has none of them.
@@ -22,8 +21,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Newton-Schulz gains nothing on gates this thin (in_proj_ba, shared_expert_gate, LoRA factors, per-head gates).
 MIN_MATRIX_DIM = 128
 
-# A weight shaped like an embedding is a head wherever it stands, if the vocabulary is more than so many times as large
-# as the model's width. Below that, the hidden weight of an MLP may have the same shape: [4 * 768, 768].
+# A weight shaped like an embedding is a head (Medusa's and DeepSeek's further heads stand inside layers) if the
+# vocabulary is more than so many times the model's width. Else it may be an MLP's hidden weight: [4 * 768, 768].
 _WIDEST_HIDDEN = 4
 
 
@@ -70,28 +69,21 @@ def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str
         model: not yet sharded.
         min_matrix_dim: matrices whose smaller side is below this are left out.
     """
-    embeddings = _embedding_ids(model)
-    layers = _repeated_layers(model)
-    embedding_shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
-    decisions: dict[str, Decision] = {}
-    seen: set[int] = set()
-    for module_name, module in model.named_modules():
-        for leaf, param in module.named_parameters(recurse=False):
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            name = f"{module_name}.{leaf}" if module_name else leaf
-            if id(param) in embeddings or _is_shaped_like_a_head(param, embedding_shapes):
-                decision = Decision(False, "embedding or head")
-            else:
-                decision = _decide(model, module_name, leaf, layers, min_matrix_dim)
-            decisions[canonical_fqn(name)] = decision
+    embeddings, layers = _embeddings_and_heads(model), _repeated_layers(model)
+    shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
+    decisions = {}
+    for name, param in model.named_parameters():
+        if param in embeddings or (param.shape in shapes and param.shape[0] > _WIDEST_HIDDEN * param.shape[1]):
+            decision = Decision(False, "embedding or head")
+        else:
+            decision = _decide(model, name, param, layers, min_matrix_dim)
+        decisions[canonical_fqn(name)] = decision
     return decisions
 
 
-def _decide(model: nn.Module, module_name: str, leaf: str, layers: set[str], min_matrix_dim: int) -> Decision:
+def _decide(model: nn.Module, name: str, param: nn.Parameter, layers: set[str], min_matrix_dim: int) -> Decision:
+    module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
-    param = module.get_parameter(leaf)
     if param.ndim < 2:
         return Decision(False, f"{param.ndim}-D")
     is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
@@ -109,11 +101,11 @@ def _decide(model: nn.Module, module_name: str, leaf: str, layers: set[str], min
 def _repeated_layers(model: nn.Module) -> set[str]:
     """Names of the layers of ``model``.
 
-    A layer is an element of a container and holds its parameters in modules of its own: a bare ``nn.Linear`` is a head
-    as often as a projection (MusicGen's ``lm_heads`` are four in a ModuleList). If all elements of a ModuleList, or of
-    a ModuleDict with numbers for keys, hold parameters so, all of them are layers, of whatever class: hybrid models mix
-    classes. In other containers the parts of a model may stand side by side (embedding, layers, head), and an element
-    is a layer only if another one is of its kind. Where that finds none, the only candidate of a container is one.
+    A candidate is an element of a container that holds its parameters in modules of its own: a bare ``nn.Linear`` is a
+    head as often as a projection (MusicGen's ``lm_heads`` are four in a ModuleList). If all elements of a ModuleList,
+    or of a ModuleDict with numbers for keys, are candidates, all are layers, of whatever class: hybrid models mix
+    classes. In other containers the parts of a model may stand side by side (embedding, layers, head), and a candidate
+    is a layer only if another one is of its kind. Where that finds none, the only candidate of a container is a layer.
     """
     repeated, single = set(), set()
     for name, container in model.named_modules():
@@ -131,9 +123,7 @@ def _repeated_layers(model: nn.Module) -> set[str]:
             for key, element in elements.items()
             if not is_bare_container(element) and any(map(_has_parameters, element.children()))
         }
-        is_list = isinstance(container, nn.ModuleList) or (
-            isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
-        )
+        is_list = not isinstance(container, nn.Sequential) and all(k.isdecimal() for k, _ in container.named_children())
         if is_list and len(candidates) == len(elements):
             repeated |= candidates.keys()
         occurrences = Counter(candidates.values())
@@ -161,11 +151,6 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _is_shaped_like_a_head(param: nn.Parameter, embedding_shapes: set[torch.Size]) -> bool:
-    """A head by its shape wherever it stands: Medusa's and DeepSeek's further heads are inside layers."""
-    return param.shape in embedding_shapes and param.shape[0] > _WIDEST_HIDDEN * param.shape[1]
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """transformers' ``Conv1D`` (GPT-2), a linear layer stored [in, out]; by name, since transformers is optional."""
     return type(module).__name__ == "Conv1D"
@@ -187,11 +172,11 @@ def _is_router(model: nn.Module, module_name: str) -> bool:
     return parts[-1] == "gate" and any("expert" in name for name, _ in parent.named_children())
 
 
-def _embedding_ids(model: nn.Module) -> set[int]:
-    """Ids of the parameters of every embedding and, on HuggingFace models, of the output head."""
+def _embeddings_and_heads(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of every embedding and, on HuggingFace models, of the output head."""
     holders = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_input_embeddings"):  # HuggingFace's interface for embedding and head
         for get in (model.get_input_embeddings, model.get_output_embeddings):
             with contextlib.suppress(NotImplementedError):  # a model without one of them
                 holders += [found for found in [get()] if isinstance(found, nn.Module)]
-    return {id(param) for holder in holders for param in holder.parameters(recurse=False)}
+    return {param for holder in holders for param in holder.parameters(recurse=False)}

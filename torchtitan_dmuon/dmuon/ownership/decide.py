@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .classify import canonical_fqn, classify
-from .policy import boundary_dtypes
+from .boundaries import boundary_dtypes
+from .classify import Decision, canonical_fqn, classify
 from .spec import ParamSpec
 
 Predicate = Callable[[str, nn.Parameter], bool]
@@ -19,24 +19,25 @@ Predicate = Callable[[str, nn.Parameter], bool]
 
 @dataclass(frozen=True)
 class Selection:
-    """The parameters that get an owner, and why; by canonical name, in model order.
+    """The parameters that get an owner, by canonical name, in model order.
 
     Attributes:
-        reasons: why each of ``params`` is selected.
-        skipped: why each other parameter is not.
+        reasons: why each parameter of the model is selected or not.
+        names: all names of each of ``params``, with wrapper prefixes; a tied one (embedding and head) has several.
+        skipped: those of ``reasons`` of which the parameter is not selected.
     """
 
     params: dict[str, nn.Parameter]
     reasons: dict[str, str]
+    names: dict[str, list[str]]
     skipped: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is decided about the selected parameters; by canonical name.
+    """What is decided about the selected parameters, by canonical name, in model order.
 
     Attributes:
-        params, specs: in model order.
         tp_mesh, tp_dims: the tensor-parallel mesh, and the dimension it shards of each parameter.
         boundaries: name of the module at which each parameter's unit is hooked.
         casts: (input, output) dtypes by boundary, in the order in which boundaries are registered.
@@ -51,29 +52,24 @@ class Decisions:
 
 
 def select(model: nn.Module, predicate: Predicate | None, told: Mapping[str, str]) -> Selection:
-    """The parameters that ``predicate`` accepts; without one, those that :func:`classify` gives to Muon.
-
-    Args:
-        told: reasons by name that replace the default ones.
-
-    Raises:
-        ValueError: nothing is selected.
-    """
+    """The parameters that ``predicate`` accepts; without one, those that :func:`classify` gives to Muon. ``told`` has
+    reasons by name that replace the default ones. Raises ValueError if nothing is selected."""
     named = {canonical_fqn(name): param for name, param in model.named_parameters()}
     if predicate is None:
-        decisions = classify(model)
-        selected = {name: param for name, param in named.items() if decisions[name].muon}
-        reasons = {name: decision.reason for name, decision in decisions.items()}
-        advice = "pass a predicate"
+        decisions, advice = classify(model), "pass a predicate"
     else:
-        selected = {name: param for name, param in named.items() if predicate(name, param)}
-        reasons = {name: "predicate" if name in selected else "not in the predicate" for name in named}
+        chosen = {name: predicate(name, param) for name, param in named.items()}
+        decisions = {n: Decision(muon, "predicate" if muon else "not in the predicate") for n, muon in chosen.items()}
         advice = "check it against the names of model.named_parameters()"
+    selected = {name: param for name, param in named.items() if decisions[name].muon}
     if not selected:
         raise ValueError(f"no parameter of {type(model).__name__} was selected for an owner; {advice}")
-    reasons |= {name: reason for name, reason in told.items() if name in named}
+    reasons = {name: told.get(name, decision.reason) for name, decision in decisions.items()}
     skipped = {name: reason for name, reason in reasons.items() if name not in selected}
-    return Selection(selected, {name: reasons[name] for name in selected}, skipped)
+    names = {param: [] for param in named.values()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[param].append(name)
+    return Selection(selected, reasons, {name: names[param] for name, param in selected.items()}, skipped)
 
 
 def decide(
@@ -83,12 +79,8 @@ def decide(
     boundaries: dict[str, str],
     tp_mesh: DeviceMesh | None,
 ) -> Decisions:
-    """Join what is known of every selected parameter.
-
-    Raises:
-        ValueError: only some parameters are on meta, parameters of one boundary disagree on its dtypes, or tensor
-            parallelism has placed one in a way that no owner can undo.
-    """
+    """Join what is known of every selected parameter. Raises ValueError if only some are on meta, if those of one
+    boundary disagree on its dtypes, or if tensor parallelism has placed one in a way that no owner can undo."""
     selected = selection.params
     real = [fqn for fqn, param in selected.items() if not param.is_meta]
     if real and len(real) < len(selected):
@@ -106,11 +98,8 @@ def decide(
 
 
 def sharded_dim(fqn: str, param: torch.Tensor, tp_mesh: DeviceMesh | None) -> int | None:
-    """The dimension of ``param`` that ``tp_mesh`` shards; ``None`` when every column holds the whole parameter.
-
-    Raises:
-        ValueError: a DTensor on another mesh, or one whose placement an owner cannot undo.
-    """
+    """The dimension of ``param`` that ``tp_mesh`` shards; ``None`` when every column holds the whole parameter. Raises
+    ValueError for a DTensor on another mesh, or one whose placement an owner cannot undo."""
     if not isinstance(param, DTensor):
         return None
     if tp_mesh is None or param.device_mesh != tp_mesh:

@@ -12,11 +12,8 @@ from .spec import ParamSpec, chunk_bounds
 
 @dataclass(frozen=True)
 class Run:
-    """Indices ``start`` to ``stop`` of the first dimension, with one owner.
-
-    Attributes:
-        slot: the owner's, where the layout fixes it; ``None`` where the assignment chooses the owner.
-    """
+    """Indices ``start`` to ``stop`` of the first dimension, with one owner: the rank at ``slot`` where the layout fixes
+    the owner; ``None`` where the assignment chooses it."""
 
     start: int
     stop: int
@@ -31,12 +28,8 @@ class Run:
 def runs_of(spec: ParamSpec, tp_dim: int | None, grid_shape: tuple[int, int, int]) -> list[Run]:
     """The runs of one parameter: itself, even runs of the experts of a stack, or the rows that all ranks share.
 
-    Args:
-        tp_dim: the dimension that tensor parallelism shards, or ``None``.
-        grid_shape: (replicate, shard, tp).
-
-    Raises:
-        ValueError: a stack whose experts tensor parallelism splits.
+    ``tp_dim`` is the dimension that tensor parallelism shards; ``grid_shape`` is (replicate, shard, tp). Raises
+    ValueError for a stack whose experts tensor parallelism splits.
     """
     if spec.route == "sharded_adamw":
         return _shared_rows(spec.shape[0], tp_dim, grid_shape)
@@ -75,16 +68,10 @@ def _shared_rows(rows: int, tp_dim: int | None, grid_shape: tuple[int, int, int]
 
 
 def cost_of(spec: ParamSpec, unit: str, run: Run, matrix_flops: Callable[[int, int], int]) -> MatrixCost:
-    """What owning a run costs. AdamW costs memory only.
-
-    Args:
-        matrix_flops: operations that the update of one [m, n] matrix takes.
-    """
-    count = run.stop - run.start
-    flops = 0
+    """The cost of owning a run. ``matrix_flops(m, n)`` is of the update of one matrix; AdamW costs memory only."""
+    count, flops = run.stop - run.start, 0
     if spec.route == "muon" and spec.trainable:
-        shapes = [spec.shape[-2:]]
-        if spec.blocks is not None:
-            shapes = [spec.blocks.shape_of(block, spec.shape) for block in spec.blocks.blocks]
+        blocks = spec.blocks
+        shapes = [spec.shape[-2:]] if blocks is None else [blocks.shape_of(each, spec.shape) for each in blocks.blocks]
         flops = sum(matrix_flops(*shape) for shape in shapes) * (count if len(spec.shape) == 3 else 1)
     return MatrixCost(run.name_in(spec), unit, flops, math.prod((count, *spec.shape[1:])) * spec.master_dtype.itemsize)

@@ -51,7 +51,9 @@ class BlockSplit:
         return (m, len(block)) if self.dim == COLUMNS else (len(block), n)
 
     def __str__(self) -> str:
-        return f"{'x'.join(str(len(block)) for block in self.blocks)} {AXIS_NAMES[self.dim]}"
+        sizes = [len(block) for block in self.blocks]
+        told = f"of {sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+        return f"{len(sizes)} blocks {told} {AXIS_NAMES[self.dim]}"
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,19 @@ class ParamSpec:
     """Everything decided about one dedicated parameter before any storage is made.
 
     Attributes:
-        fqn: name in the model, wrapper prefixes (activation checkpointing, compile) removed.
-        shape: global shape.
+        fqn, shape: canonical name and global shape.
         route: one of ``ROUTES``.
         trainable: ``requires_grad`` when it was dedicated; a frozen parameter is broadcast but never reduced.
-        param_dtype: dtype of the weight in forward and backward.
-        grad_dtype: dtype in which gradients are accumulated and reduced.
-        master_dtype: dtype of the owner's weight.
-        optim_dtype: dtype of the owner's optimizer state.
+        param_dtype: of the weight in forward and backward.
+        grad_dtype: in which gradients are accumulated and reduced.
+        master_dtype, optim_dtype: of the owner's weight and optimizer state.
         output_dtype: floating outputs of the hook boundary are cast to it; ``None`` leaves them.
         cast_forward_inputs: floating inputs of the boundary are cast to ``param_dtype``; ``None``: only if a rule
             declared one ``param_dtype`` for the whole boundary.
-        reason: why the parameter is dedicated, for the ownership table.
-        declares_param_dtype: a rule gave ``param_dtype``; else it is the parameter's own.
-        transposed: the matrices are stored [in, out] instead of [out, in]; some scales and NorMuon need to know.
+        reason: why the parameter is dedicated, and on this route, for the ownership table.
+        declares_param_dtype: a rule gave ``param_dtype``; else ``param_dtype`` is the parameter's own.
+        stack: a parameter [E, m, n] is a stack of E matrices, as the experts of a layer are; other shapes ignore it.
+        transposed: the matrices are stored [in, out] (``Conv1D``), not [out, in] (``nn.Linear``): some scales differ.
         blocks: the matrices of a fused weight, each orthogonalised by itself; ``None`` for one. A rule may also give
             a function of the shape, such as ``split_heads(128)``.
     """
@@ -89,6 +90,7 @@ class ParamSpec:
     cast_forward_inputs: bool | None = None
     reason: str = ""
     declares_param_dtype: bool = False
+    stack: bool = False
     transposed: bool = False
     blocks: BlockSplit | None = None
 
