@@ -25,7 +25,7 @@ class Toy(ToyModel):
     """Odd sizes, a persistent buffer, a frozen matrix; embedding and head tied on request."""
 
     def __init__(self, seed=0, tie=False):
-        super().__init__(dim=20, hidden=37, vocab=VOCAB, seed=seed, tie=tie)
+        super().__init__(layers=2, dim=20, hidden=37, vocab=VOCAB, seed=seed, tie=tie)
         self.register_buffer("offset", torch.arange(7.0) + seed)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.layers[1].q_proj.weight.requires_grad_(False)
