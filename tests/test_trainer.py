@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.support.private import find_inf_on_device
 from tests.support.training import Torchrun, tiny, train, write_corpus
 from torchtitan_dmuon.config import ConfigError, load_config
 from torchtitan_dmuon.trainer import Trainer
@@ -306,11 +307,11 @@ class LooksLater(Trainer):
 
     def __init__(self, config, signals):
         super().__init__(config, signals)
-        self._found_inf_on_device = True
-        self._watch = signals
+        find_inf_on_device(self)
+        self.watch = signals
 
     def train_step(self, batches):
-        self._watch.stop = self.step == 3 and self.config.job.description == "stop"
+        self.watch.stop = self.step == 3 and self.config.job.description == "stop"
         return super().train_step(batches)
 
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from models.llama3 import Llama3HFNameMap
-from tests.support.harness import _assemble, _gather, build, full_tensor, full_weights
+from tests.support.harness import assemble, build, full_tensor, full_weights, gather
 from tests.support.oracle import ToyModel, batch, loss_of
+from tests.support.private import runtime_of
 from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState
 from torchtitan_dmuon.config.job_config import Checkpoint
 
@@ -81,7 +82,7 @@ def step(model, optimizer, number, rank, mesh):
 
 def full_state(model, optimizer):
     """The optimizer's state as whole tensors by ``name.key``, on every rank. Collective."""
-    runtime = vars(model)["_dmuon_runtime"]
+    runtime = runtime_of(model)
     held = {}
     for piece in runtime.owned:
         if piece.spec.trainable and piece.numel:
@@ -92,9 +93,9 @@ def full_state(model, optimizer):
     keys = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(keys, sorted(held))
     for key in sorted({key for found in keys for key in found}):
-        for fqn, parts in _gather(model, held.get(key, {})).items():
+        for fqn, parts in gather(model, held.get(key, {})).items():
             shape = shapes[fqn] if parts[0][1].ndim else ()
-            state[f"{fqn}.{key}"] = _assemble(shape, parts[0][1].dtype, parts)
+            state[f"{fqn}.{key}"] = assemble(shape, parts[0][1].dtype, parts)
     for name, param in model.named_parameters():
         if param not in optimizer.state or name in shapes:
             continue

@@ -22,6 +22,7 @@ from tests.support.harness import (
 from tests.support.meshes import mesh_of
 from tests.support.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 from torchtitan_dmuon.dmuon.optimizer.clip import clip_gradients_, combine_norms, local_parts
 
 CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ def test_norm_over_different_meshes(rank, world):
     own = [torch.full((2, 2), float(r + 1)) for r in range(world)]
     alike = torch.randn(3, 3, generator=generator)
     everything = torch.cat([x.double().flatten() for x in [*full, *own, alike]])
-    lanes = build(world)[0]._dmuon_runtime.lanes.covering
+    lanes = runtime_of(build(world)[0]).lanes.covering
     for p in NORMS:
         (norm,) = combine_norms([[*local_parts([*shards, alike], world), (own[rank], 1)]], p, lanes, CPU)
         torch.testing.assert_close(norm.double(), everything.norm(p), atol=0, rtol=1e-6)
@@ -184,7 +185,7 @@ def test_norms_and_clipping_on_a_grid(rank, world, mesh, routes):
 @pytest.mark.parametrize("mesh", [(1, 4, 1), *GRIDS.values()])
 @distributed(world=4)
 def test_lanes_reach_every_rank_once(rank, world, mesh):
-    lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.covering
+    lanes = runtime_of(build(world, mesh=mesh, shard=False)[0]).lanes.covering
     values = [torch.tensor(3.0 + r) for r in range(world)]
     for p in NORMS:
         norm, nothing = combine_norms([[(values[rank], 1)], []], p, lanes, CPU)
@@ -214,7 +215,7 @@ def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
     owned = [torch.full((2, 3), 1.0 + column) for column in range(2)]
     everything = torch.cat([x.double().flatten() for x in (split, same, deep, pair, *owned)])
     for mesh in ((1, 2, 2), (1, 4, 1)):
-        lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.covering
+        lanes = runtime_of(build(world, mesh=mesh, shard=False)[0]).lanes.covering
         assert len(lanes) == (2 if mesh[2] > 1 else 1)
         for p in NORMS:
             copies = [x.clone() for x in gradients]
@@ -351,7 +352,7 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
     """The owner, or the rank with the shard, is the only one that sees it."""
     model, optimizer = build(world)
     backward(model, rank)
-    model._dmuon_runtime.wait_gradients()
+    runtime_of(model).wait_gradients()
     if sharded:
         gradient = model.embed.weight.grad.to_local()
         mine, clips = rank == 1, (dmuon.clip_total_grad_norm_,)
@@ -377,7 +378,7 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
                 everything = clip is dmuon.clip_total_grad_norm_
                 others = [q.grad for q in model.parameters() if q.grad is not None] if everything else []
                 parts = [(own.grad, 1) for own in dmuon.get_owned_params(model)] + local_parts(others, world)
-                (norm,) = combine_norms([parts], p, model._dmuon_runtime.lanes.covering, CPU)
+                (norm,) = combine_norms([parts], p, runtime_of(model).lanes.covering, CPU)
                 assert is_expected(norm), (value, p)
     if mine:
         gradient[0, 0] = healthy
@@ -395,7 +396,7 @@ def test_one_bad_element_in_the_grid_is_known_everywhere(rank, world, mesh, rout
     for value, is_expected in ((math.nan, torch.isnan), (-math.inf, torch.isposinf)):
         model, optimizer = build_on_grid(world, shape, routes=True)
         backward(model, data_rank(rank, shape))
-        model._dmuon_runtime.wait_gradients()
+        runtime_of(model).wait_gradients()
         mine = [piece for piece in dmuon.get_owned_params(model) if piece.fqn == name[route]]
         bad_rank = min(r for r, has in enumerate(everyones(bool(mine), world)) if has)
         if rank == bad_rank:

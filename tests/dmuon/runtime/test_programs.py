@@ -12,6 +12,7 @@ import dmuon
 from tests.support.harness import DEVICE, assert_same, build, full_gradients
 from tests.support.oracle import Block, ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 
 # ------------------------------------------------------------------ programs: (model, rank) -> runs its own backward
 
@@ -275,9 +276,9 @@ def check_program(model_class, program, rank, world, mode, fsdp2, **kwargs):
             actual = {n: g for n, g in actual.items() if n in expected}
         assert_same(actual, expected, atol=2e-6)
         optimizer.zero_grad()
-    for dp in model._dmuon_runtime.params:
+    for dp in runtime_of(model).params:
         assert dp.param.isnan().all(), f"{dp.fqn} is readable outside forward and backward"
-    model._dmuon_runtime.schedule.invalidate_weights()
+    runtime_of(model).schedule.invalidate_weights()
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])

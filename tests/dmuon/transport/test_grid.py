@@ -21,6 +21,7 @@ from tests.support.harness import (
 from tests.support.meshes import mesh_of
 from tests.support.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
+from tests.support.private import own_part, runtime_of
 
 MESHES = {
     "shard 4": (1, 4, 1),
@@ -84,11 +85,11 @@ def test_one_owner_in_the_whole_grid(rank, world):
         seen = torch.tensor(sum(counting.numbers))
         dist.all_reduce(seen)
         assert seen == 9
-        for unit in model._dmuon_runtime.units:
+        for unit in runtime_of(model).units:
             for piece in unit.pack.pieces:
                 assert (piece.master is not None) == piece.is_owned
                 assert piece.master is None or piece.master.dtype == torch.float32
-            assert unit._own.dtype == torch.uint8 and unit._own.numel() == unit.pack.own_bytes
+            assert own_part(unit).dtype == torch.uint8 and own_part(unit).numel() == unit.pack.own_bytes
         held = [None] * world
         matrices = [piece for piece in dmuon.get_owned_params(model) if piece.spec.route == "muon"]
         assert all("momentum_buffer" in optimizer.state[piece.param] for piece in matrices)
@@ -340,7 +341,7 @@ def test_the_trainers_collectives_in_between(rank, world, policy):
         finally:
             del os.environ["DMUON_ISOLATED_PG_BARRIER"]
     assert_same(results[0], results[1], atol=0, rtol=0)
-    lanes = model._dmuon_runtime.lanes
+    lanes = runtime_of(model).lanes
     own = {lane.group for lane in lanes.all}
     assert len(own) == (4 if policy == "isolated" else 2)
 
@@ -360,4 +361,4 @@ def test_meshes_that_do_not_fit_are_refused(rank, world):
     with pytest.raises(ValueError, match=r"layers\.0\.up_proj\.weight is a DTensor over"):
         dmuon.dedicate_params(model, grid["tp"], predicate=is_proj, tp_mesh=grid["dp"])
     dmuon.dedicate_params(model, grid["dp"], predicate=is_proj)  # tp_mesh found from the parameters
-    assert model._dmuon_runtime.grid.shape == (1, 2, 2)
+    assert runtime_of(model).grid.shape == (1, 2, 2)
