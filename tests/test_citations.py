@@ -104,3 +104,14 @@ def test_private_names_are_read_in_one_place():
         wrong += [f"{file}: {name}" for name in private_names(text) if name not in allowed]
     assert not wrong
     assert {"_packed", "_adjacent"} <= set(private_names(TEXTS["tests/support/private.py"]))
+
+
+def test_test_files_share_through_support():
+    """What two test files need is in tests/support/."""
+    wrong = [
+        f"{file}: {line}"
+        for file, text in TEXTS.items()
+        for line in re.findall(r"^ *(?:from|import) tests\.(?!support\.).*", text, re.MULTILINE)
+        if not file.startswith("tests/gpu/")  # runs tests as scenarios
+    ]
+    assert not wrong

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.private import find_inf_on_device
-from tests.support.training import Torchrun, tiny, train, write_corpus
+from tests.support.training import Torchrun, assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.config import ConfigError, load_config
 from torchtitan_dmuon.trainer import Trainer
 
@@ -191,15 +191,6 @@ def test_bf16_validation_and_tensorboard(folder):
 
 
 # ------------------------------------------------------------------ being refused
-
-
-def assert_refused(run, message):
-    """Exit code 1 and one error line on every rank, no traceback."""
-    for code, output in zip(run.codes, run.outputs, strict=True):
-        assert code == 1, output
-        assert "Traceback" not in output, output
-        errors = [line for line in output.splitlines() if "error:" in line]
-        assert len(errors) == 1 and message in errors[0], output
 
 
 @pytest.mark.parametrize(

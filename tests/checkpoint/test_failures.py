@@ -17,8 +17,7 @@ from tests.support.harness import assert_same, build
 from tests.support.pool import distributed, free_port, warm_context
 from tests.support.private import checksums_changed
 from tests.support.toy import Toy, build_toy, checkpointer, everything, state_at, step
-from tests.support.training import tiny, train, write_corpus
-from tests.test_trainer import assert_refused
+from tests.support.training import assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.checkpoint import CheckpointError, saving
 
 FLAT = (1, 2, 1)

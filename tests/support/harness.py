@@ -73,6 +73,31 @@ EVERY_ROUTE = {
 }
 
 
+def all_routes(n, p):
+    return True
+
+
+# The guide's routes by the type of a parameter.
+TYPE_SPLIT = {
+    "defaults": {"route": "adamw"},
+    "overrides": [
+        {"name": ["q_proj.weight", "up_proj.weight", "down_proj.weight"], "set": {"route": "muon"}},
+        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+    ],
+}
+
+
+def build_on_meta(build):
+    """What ``build()`` makes, without memory."""
+    with torch.device("meta"):
+        return build()
+
+
+def muon_names(model, **options):
+    """Names of the parameters that ``classify`` gives to Muon."""
+    return [name for name, decision in dmuon.classify(model, **options).items() if decision.muon]
+
+
 class CountingNewtonSchulz(dmuon.NewtonSchulz):
     """Notes how many matrices went through it, one number a stack."""
 

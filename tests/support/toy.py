@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from models.llama3 import Llama3HFNameMap
-from tests.support.harness import assemble, build, full_tensor, full_weights, gather
+from tests.support.harness import TYPE_SPLIT, assemble, build, full_tensor, full_weights, gather
 from tests.support.oracle import ToyModel, batch, loss_of
 from tests.support.private import runtime_of
 from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState
@@ -40,18 +40,11 @@ def without_up(name, p):
     return matrices(name, p) and "up_proj" not in name
 
 
-SPLIT = {
-    "defaults": {"route": "adamw"},
-    "overrides": [
-        {"name": ["q_proj.weight", "up_proj.weight", "down_proj.weight"], "set": {"route": "muon"}},
-        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
-    ],
-}
 # Routes of a run: the arguments of ``harness.build``.
 ROUTES = {
     "fsdp2": {"predicate": matrices},
     "z2": {"predicate": matrices, "mode": "z2"},
-    "dedicated": {"predicate": lambda n, p: True, "param_policy": SPLIT, "shard": False},
+    "dedicated": {"predicate": lambda n, p: True, "param_policy": TYPE_SPLIT, "shard": False},
     "exclude": {"predicate": without_up},
 }
 
@@ -63,8 +56,8 @@ HYPER = {"lr": 5e-3, "weight_decay": 0.1}
 def build_toy(world, mesh=None, routes="fsdp2", seed=0, tie=False):
     options = dict(ROUTES[routes])
     if tie and "param_policy" in options:
-        overrides = [SPLIT["overrides"][0], {"name": ["embed"], "set": {"route": "sharded_adamw"}}]
-        options["param_policy"] = {**SPLIT, "overrides": overrides}
+        overrides = [TYPE_SPLIT["overrides"][0], {"name": ["embed"], "set": {"route": "sharded_adamw"}}]
+        options["param_policy"] = {**TYPE_SPLIT, "overrides": overrides}
     return build(world, Toy(seed, tie), mesh=mesh, muon=HYPER, **options)
 
 

@@ -80,6 +80,15 @@ def train(world: int, *arguments: str, timeout: float = 120, trainer: type[Train
     return run
 
 
+def assert_refused(run: Run, message: str) -> None:
+    """Exit code 1 and one error line on every rank, no traceback."""
+    for code, output in zip(run.codes, run.outputs, strict=True):
+        assert code == 1, output
+        assert "Traceback" not in output, output
+        errors = [line for line in output.splitlines() if "error:" in line]
+        assert len(errors) == 1 and message in errors[0], output
+
+
 def _launch(launcher: str, arguments: list[str], output: str) -> None:
     """In a process that has imported everything: the launcher, whose ranks are forks of it and run ``train.py``."""
     file = os.open(output, os.O_WRONLY | os.O_APPEND)

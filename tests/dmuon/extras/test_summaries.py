@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dmuon
-from tests.dmuon.transport.test_grid import TYPE_SPLIT, all_routes
-from tests.support.harness import build, data_rank, train
+from tests.support.harness import TYPE_SPLIT, all_routes, build, data_rank, train
 from tests.support.oracle import ToyModel, is_proj
 from tests.support.pool import distributed
 from tests.support.private import runtime_of

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from tests.dmuon.transport.test_grid import TYPE_SPLIT
 from tests.support.harness import (
     EVERY_ROUTE,
+    TYPE_SPLIT,
     assert_same,
     build,
     data_rank,

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from tests.dmuon.runtime.test_programs import backward_that_raised, forward_that_raised, oracle_gradients, plain
 from tests.support.harness import (
     DEVICE,
     EVERY_ROUTE,
@@ -21,6 +20,7 @@ from tests.support.harness import (
 from tests.support.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
 from tests.support.private import after_arrival, runtime_of
+from tests.support.programs import backward_that_raised, forward_that_raised, oracle_gradients, plain
 
 
 @distributed(world=2)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import dmuon
 from tests.support.harness import (
+    TYPE_SPLIT,
     CountingNewtonSchulz,
+    all_routes,
     assert_same,
     build,
     data_rank,
@@ -19,7 +20,17 @@ from tests.support.harness import (
     weights_of,
 )
 from tests.support.meshes import mesh_of
-from tests.support.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.support.oracle import (
+    ExpertModel,
+    OracleMuon,
+    Skipping,
+    ToyModel,
+    batch,
+    is_proj,
+    loss_of,
+    orthogonalize,
+    train_one_process,
+)
 from tests.support.pool import distributed
 from tests.support.private import own_part, runtime_of
 
@@ -130,19 +141,6 @@ def test_asynchronous_publish_is_bitwise(rank, world, mesh):
 # ------------------------------------------------------------------ routes (behaviour 8 of docs/design)
 
 
-def all_routes(n, p):
-    return True
-
-
-TYPE_SPLIT = {
-    "defaults": {"route": "adamw"},
-    "overrides": [
-        {"name": ["q_proj.weight", "up_proj.weight", "down_proj.weight"], "set": {"route": "muon"}},
-        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
-    ],
-}
-
-
 @pytest.mark.parametrize("mesh", ["shard 4", "2x2", "4x1", "dp2 tp2", "2x1x2"])
 @distributed(world=4)
 def test_every_parameter_dedicated_needs_no_fsdp(rank, world, mesh):
@@ -240,41 +238,6 @@ def test_unused_parameters_on_every_route(rank, world, mesh):
 # ------------------------------------------------------------------ expert stacks
 
 
-class Experts(nn.Module):
-    def __init__(self, experts, dim, hidden):
-        super().__init__()
-        self.up_proj = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.down_proj = nn.Parameter(torch.empty(experts, dim, hidden))
-
-    def forward(self, x, weights):
-        h = torch.nn.functional.silu(torch.einsum("bsd,ehd->bseh", x, self.up_proj))
-        return torch.einsum("bseh,edh,bse->bsd", h, self.down_proj, weights)
-
-
-class ExpertModel(ToyModel):
-    """Each block has a router and 5 experts, more and fewer than owners divide."""
-
-    class Block(nn.Module):
-        def __init__(self, dim, hidden):
-            super().__init__()
-            self.norm = nn.LayerNorm(dim)
-            self.router = nn.Linear(dim, 5, bias=False)
-            self.experts = Experts(5, dim, hidden)
-
-        def forward(self, x):
-            h = self.norm(x)
-            return x + self.experts(h, self.router(h).softmax(-1))
-
-    def __init__(self, seed=0):
-        super().__init__(layers=0)
-        self.layers = nn.ModuleList(self.Block(20, 12) for _ in range(2))
-        generator = torch.Generator("cpu").manual_seed(seed)
-        with torch.no_grad():
-            for _, p in sorted(self.named_parameters()):
-                if p.ndim > 1:
-                    p.copy_(0.3 * torch.randn(p.shape, generator=generator, device="cpu"))
-
-
 class ExpertOracle:
     """Every expert matrix by itself."""
 
@@ -290,8 +253,6 @@ class ExpertOracle:
 
     @torch.no_grad()
     def step(self):
-        from tests.support.oracle import orthogonalize
-
         for key, (p, e) in enumerate(self.parts):
             m = self.momentum.setdefault(key, torch.zeros_like(p[e]))
             m.mul_(0.95).add_(p.grad[e])
