@@ -1,5 +1,7 @@
-"""What the repository cites is in the repository: files, tests, numbered behaviours."""
+"""What the repository cites is in the repository: files, tests, numbered behaviours. And private names are read in one
+place of the tests."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -62,3 +64,54 @@ def test_nothing_outside_the_repository_is_cited():
     outside = re.compile(r"\bfacts/|/work/|\b[Ss]cenarios? \d|\b[Ii]ssue \d")
     wrong = {name: outside.findall(text) for name, text in TEXTS.items() if name != "tests/test_citations.py"}
     assert not {name: found for name, found in wrong.items() if found}
+
+
+# Private names that tests may read, by where the files lie: those of Python, PyTorch and transformers. Ours are read in
+# tests/support/private.py.
+PRIVATE = {
+    "tests/": {"_exit", "_dynamo", "_composable", "_checkpoint", "_from_config"},
+    "tests/support/": {"_utils", "_world"},
+    "tests/dmuon/transport/test_torch_private.py": {
+        *("_fully_shard", "_fsdp_init", "_get_managed_states", "_get_backend", "_timeout")
+    },
+}
+KERNELS = ("tests/dmuon/kernels/", "tests/gpu/")  # replace the constants of their kernels
+SETTERS = ("setattr", "getattr", "hasattr", "patch.object")
+
+
+def private_names(text):
+    """The private names that a file reads or replaces of others: as an attribute, in an import, or as a string."""
+    for node in ast.walk(ast.parse(text)):
+        names = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+            names += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(SETTERS):
+            names = [value.value for value in node.args[1:2] if isinstance(value, ast.Constant)]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).startswith("vars("):
+            names = [node.slice.value] if isinstance(node.slice, ast.Constant) else []
+        yield from (name for name in names if re.match("_[A-Za-z]", str(name)))
+
+
+def test_private_names_are_read_in_one_place():
+    wrong = []
+    for file, text in TEXTS.items():
+        if not re.fullmatch(r"tests/.*\.py", file) or file.startswith(("tests/support/private.py", *KERNELS)):
+            continue
+        allowed = set().union(*(names for place, names in PRIVATE.items() if file.startswith(place)))
+        wrong += [f"{file}: {name}" for name in private_names(text) if name not in allowed]
+    assert not wrong
+    assert {"_packed", "_adjacent"} <= set(private_names(TEXTS["tests/support/private.py"]))
+
+
+def test_test_files_share_through_support():
+    """What two test files need is in tests/support/."""
+    wrong = [
+        f"{file}: {line}"
+        for file, text in TEXTS.items()
+        for line in re.findall(r"^ *(?:from|import) tests\.(?!support\.).*", text, re.MULTILINE)
+        if not file.startswith("tests/gpu/")  # runs tests as scenarios
+    ]
+    assert not wrong

@@ -23,6 +23,7 @@ import torch
 
 import dmuon
 from tests.support.pool import distributed
+from tests.support.private import group_keys, known_linears
 from torchtitan_dmuon.config import load_config
 from torchtitan_dmuon.config.job_config import KEYS, ParamGroup
 from torchtitan_dmuon.config.key import KeySpec, key_specs
@@ -170,14 +171,11 @@ def check_policy(rows: list[list[str]]) -> None:
 def check_names(what: str, rows: list[list[str]]) -> None:
     names = {re.sub(r"`", "", part).strip() for row in rows for part in row[0].split(",")}
     known = {
-        "param_groups": lambda: importlib.import_module("torchtitan_dmuon.dmuon.optimizer.groups")._KEYS,
+        "param_groups": group_keys,
         "scales": lambda: importlib.import_module("torchtitan_dmuon.dmuon.optimizer.stack").SCALES,
         "coefficients": lambda: dmuon.COEFFICIENTS,
         "routes": lambda: importlib.import_module("torchtitan_dmuon.dmuon.ownership.policy").ROUTES,
-        "fused": lambda: {
-            *importlib.import_module("torchtitan_dmuon.dmuon.ownership.fused_weights")._LINEARS,
-            "c_attn",
-        },
+        "fused": lambda: {*known_linears(), "c_attn"},
     }[what]()
     assert names == set(known), what
 

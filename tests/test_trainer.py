@@ -5,15 +5,14 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.training import start_torchrun, tiny, train, write_corpus
+from tests.support.private import find_inf_on_device
+from tests.support.training import Torchrun, assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.config import ConfigError, load_config
 from torchtitan_dmuon.trainer import Trainer
 
@@ -194,15 +193,6 @@ def test_bf16_validation_and_tensorboard(folder):
 # ------------------------------------------------------------------ being refused
 
 
-def assert_refused(run, message):
-    """Exit code 1 and one error line on every rank, no traceback."""
-    for code, output in zip(run.codes, run.outputs, strict=True):
-        assert code == 1, output
-        assert "Traceback" not in output, output
-        errors = [line for line in output.splitlines() if "error:" in line]
-        assert len(errors) == 1 and message in errors[0], output
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -308,11 +298,11 @@ class LooksLater(Trainer):
 
     def __init__(self, config, signals):
         super().__init__(config, signals)
-        self._found_inf_on_device = True
-        self._watch = signals
+        find_inf_on_device(self)
+        self.watch = signals
 
     def train_step(self, batches):
-        self._watch.stop = self.step == 3 and self.config.job.description == "stop"
+        self.watch.stop = self.step == 3 and self.config.job.description == "stop"
         return super().train_step(batches)
 
 
@@ -332,18 +322,13 @@ def test_non_finite_loss_is_found_before_the_run_looks_good(folder, optimizer, e
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
-    options = {"model__flavor": "debugmodel", "lr_scheduler__total_steps": 5000}
-    process = start_torchrun(2, *tiny(folder, training__steps=5000, metrics__log_freq=1000, **options))
+    options = {"lr_scheduler__total_steps": 5000}
     checkpoints = folder / "out" / "checkpoint"
-    deadline = time.monotonic() + 60
-    while not (checkpoints.is_dir() and any(checkpoints.glob("step-[0-9]*/checksums.json"))):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
-        time.sleep(0.2)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(workers[1]), signal.SIGKILL)
-    killed = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0 and time.monotonic() - killed < 60, output
+    with Torchrun(folder, 2, *tiny(folder, training__steps=5000, metrics__log_freq=1000, **options)) as run:
+        run.wait_for("Saved checkpoint")
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        code, _ = run.end()
+    assert code != 0, run.output
     last = max(
         int(path.parent.name[5:]) for path in checkpoints.glob("step-*/checksums.json") if "incomplete" not in str(path)
     )

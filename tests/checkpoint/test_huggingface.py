@@ -16,8 +16,7 @@ from models.layers import RopeScaling
 from scripts.convert_checkpoint import main as convert
 from tests.support.pool import distributed
 from tests.support.toy import read_checkpoint
-from tests.support.training import TINY, tiny, train, write_corpus
-from tests.test_trainer import assert_refused
+from tests.support.training import TINY, assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.checkpoint import CheckpointError, Contents, TrainState
 from torchtitan_dmuon.checkpoint.directory import checksum
 from torchtitan_dmuon.checkpoint.loading import load_huggingface

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from tests.support.harness import assert_same
 from tests.support.pool import distributed
 from tests.support.toy import build_toy, checkpointer, everything, read_checkpoint, state_at, step
-from tests.support.training import tiny, train, write_corpus
-from tests.test_trainer import assert_refused
+from tests.support.training import assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.checkpoint import CheckpointError
 
 

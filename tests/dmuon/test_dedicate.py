@@ -17,6 +17,7 @@ from tests.support.harness import EVERY_ROUTE, assert_same, build, flat_mesh, fu
 from tests.support.meshes import DEVICE, mesh_of
 from tests.support.oracle import Block, OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 
 
 @distributed(world=4, new_processes=True)
@@ -134,7 +135,7 @@ def test_frozen_parameters(rank, world):
     train_one_process(oracle, OracleMuon(oracle, is_proj, weight_decay=0.3), 3, world)
     assert_same(weights, weights_of(oracle))
     assert torch.equal(weights["layers.1.up_proj.weight"], initial["layers.1.up_proj.weight"])
-    units = model._dmuon_runtime.units
+    units = runtime_of(model).units
     assert sum(len(unit.trainable) for unit in units) == 4  # up and down of layers 0 and 2
     assert units[1].pack.gradients.size == 0
     saved = [None] * world
@@ -243,7 +244,7 @@ def test_copies_are_refused_and_told_what_to_do(rank, world, shard):
     with pytest.raises(RuntimeError, match="cannot be copied"):
         torch.optim.swa_utils.AveragedModel(model)
     with pytest.raises(RuntimeError, match="runtime of a dedicated model cannot be copied"):
-        copy.deepcopy(model._dmuon_runtime)
+        copy.deepcopy(runtime_of(model))
     # What the message says. Nothing of the model was changed.
     train(model, optimizer, 1, rank)
     dmuon.set_model_state_dict(average, dmuon.get_model_state_dict(model))
@@ -262,7 +263,7 @@ def test_custom_boundaries(rank, world):
         (lambda n, m: n == "", True, {""}),
     ]:  # fmt: skip
         model, optimizer = build(world, hook_boundary_predicate=accept, hook_boundary_strict=strict)
-        assert names <= {unit.name for unit in model._dmuon_runtime.units}
+        assert names <= {unit.name for unit in runtime_of(model).units}
         train(model, optimizer, 2, rank)
         assert_same(full_weights(model), weights_of(oracle))
 
@@ -292,7 +293,7 @@ def test_boundaries_of_modules_with_several_names(rank, world, mode):
     ]:
         options = {"hook_boundary_predicate": accept, "hook_boundary_strict": False, "mode": mode}
         model, optimizer = build(world, Looped(), **options, **EVERY_ROUTE)
-        assert {unit.name for unit in model._dmuon_runtime.units} == names
+        assert {unit.name for unit in runtime_of(model).units} == names
         train(model, optimizer, 2, rank)
         assert_same(full_weights(model), weights_of(oracle))
 
@@ -301,7 +302,7 @@ def test_boundaries_of_modules_with_several_names(rank, world, mode):
 @distributed(world=2)
 def test_group_policies(rank, world, policy):
     model, optimizer = build(world, process_group_policy=policy)
-    lanes = model._dmuon_runtime.lanes
+    lanes = runtime_of(model).lanes
     assert (lanes.unshard.group is dist.group.WORLD) == (policy == "shared")
     for step in range(6):  # the trainer's own collectives between ours
         train(model, optimizer, 1, rank, start=step)
@@ -370,7 +371,7 @@ def test_collectives_of_a_step(rank, world):
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
-        packs = [unit.pack for unit in model._dmuon_runtime.units]
+        packs = [unit.pack for unit in runtime_of(model).units]
         sizes = [sum(end - begin for (begin, end), _ in pack.weight_segments) for pack in packs]
         # The last unit stays from forward to backward.
         assert counted["broadcast"] == broadcasts * sum(sizes) - (broadcasts - 1) * sizes[-1]
@@ -382,8 +383,8 @@ def test_nothing_outlives_the_model(rank, world):
     """Parameters, buffers and process groups are freed with the model: destroying and rebuilding does not pile up."""
     model, optimizer = build(world, shard=False)
     train(model, optimizer, 1, rank)
-    runtime = weakref.ref(model._dmuon_runtime)
-    group = weakref.ref(model._dmuon_runtime.lanes.unshard)
+    runtime = weakref.ref(runtime_of(model))
+    group = weakref.ref(runtime_of(model).lanes.unshard)
     del model, optimizer
     gc.collect()
     assert runtime() is None and group() is None

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-fused_update = pytest.importorskip("torchtitan_dmuon.dmuon.kernels.passes", reason="needs Triton", exc_type=ImportError)
+passes = pytest.importorskip("torchtitan_dmuon.dmuon.kernels.passes", reason="needs Triton", exc_type=ImportError)
 
 RULES = [{}, {"cautious_weight_decay": True}, {"normuon_beta2": 0.9}]
 # The float16 iteration of slightly different inputs, times a small step.
@@ -26,13 +26,13 @@ def test_equals_the_plain_passes(layout, dtypes, rule, scale, monkeypatch):
     if "normuon_beta2" in rule and "columns" in layout:
         pytest.skip("NorMuon's neurons must not be cut apart")
     if scale > 1:
-        monkeypatch.setattr(fused_update, "_PROGRAMS", 5)
+        monkeypatch.setattr(passes, "_PROGRAMS", 5)
     ours, plain = (pieces(layout, dtypes, CUDA, scale=scale) for _ in range(2))
     expected, before = [expected_momentum(piece) for piece in ours], [piece.master.clone() for piece in ours]
     whole = LAYOUTS[layout][1] is None
     for step in range(2):
         found_inf = torch.zeros((), device=CUDA) if step else None
-        stack = update(ours, layout, found_inf, fused=fused_update, monkeypatch=monkeypatch, **rule)
+        stack = update(ours, layout, found_inf, passes=passes, monkeypatch=monkeypatch, **rule)
         assert bool(stack._passes) == (layout != "interleaved")
         update(plain, layout, found_inf, monkeypatch=monkeypatch, **rule)
         if step == 0 and whole:
@@ -48,15 +48,15 @@ def test_nothing_moves_where_something_is_not_finite(layout, monkeypatch):
     made, before = (pieces(layout, "float32", CUDA) for _ in range(2))
     made[0].grad.view(-1)[::3] = float("nan")
     made[2].grad.view(-1)[::5] = float("inf")
-    update(made, layout, torch.ones((), device=CUDA), fused=fused_update, monkeypatch=monkeypatch)
+    update(made, layout, torch.ones((), device=CUDA), passes=passes, monkeypatch=monkeypatch)
     for a, b in zip(made, before, strict=True):
         assert torch.equal(a.master, b.master) and torch.equal(a.momentum, b.momentum)
 
 
 def test_repeats_bitwise(monkeypatch):
     one, two = (pieces("matrices", "float32", CUDA, scale=20) for _ in range(2))
-    update(one, "matrices", fused=fused_update, monkeypatch=monkeypatch)
-    update(two, "matrices", fused=fused_update, monkeypatch=monkeypatch)
+    update(one, "matrices", passes=passes, monkeypatch=monkeypatch)
+    update(two, "matrices", passes=passes, monkeypatch=monkeypatch)
     for a, b in zip(one, two, strict=True):
         assert torch.equal(a.master, b.master) and torch.equal(a.momentum, b.momentum)
 
@@ -84,7 +84,7 @@ def test_replayed_launches_give_what_launches_give(shape, kernel):
 def test_normalized(shape):
     x = torch.randn(shape, device=CUDA)
     x[0] = 0.0
-    result = fused_update.normalized(x, torch.float16, 1e-7)
+    result = passes.normalized(x, torch.float16, 1e-7)
     expected = x.double() / (torch.linalg.vector_norm(x.double(), dim=(-2, -1), keepdim=True) + 1e-7)
     torch.testing.assert_close(result.double(), expected, atol=6e-8, rtol=1e-3)
 
@@ -92,9 +92,9 @@ def test_normalized(shape):
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_accumulate(dtypes, add):
-    numel = fused_update._LARGE + 77
+    numel = passes._LARGE + 77
     into, grad = (torch.randn(numel + 3, device="cuda").to(dtype) for dtype in dtypes)
     expected = into.float()
     expected[3:] = grad[3:].float() + (expected[3:] if add else 0.0)
-    assert fused_update.accumulate(into[3:], grad[3:], add=add)  # not aligned
+    assert passes.accumulate(into[3:], grad[3:], add=add)  # not aligned
     assert torch.equal(into, expected.to(into.dtype))

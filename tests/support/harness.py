@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from tests.support.meshes import DEVICE, mesh_of
 from tests.support.oracle import ToyModel, batch, is_proj, loss_of
+from tests.support.private import runtime_of
 
 
 def tensor_parallel_plan():
@@ -74,6 +75,31 @@ EVERY_ROUTE = {
 }
 
 
+def all_routes(n, p):
+    return True
+
+
+# The guide's routes by the type of a parameter.
+TYPE_SPLIT = {
+    "defaults": {"route": "adamw"},
+    "overrides": [
+        {"name": ["q_proj.weight", "up_proj.weight", "down_proj.weight"], "set": {"route": "muon"}},
+        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+    ],
+}
+
+
+def build_on_meta(build):
+    """What ``build()`` makes, without memory."""
+    with torch.device("meta"):
+        return build()
+
+
+def muon_names(model, **options):
+    """Names of the parameters that ``classify`` gives to Muon."""
+    return [name for name, decision in dmuon.classify(model, **options).items() if decision.muon]
+
+
 class CountingNewtonSchulz(dmuon.NewtonSchulz):
     """Notes how many matrices went through it, one number a stack."""
 
@@ -123,7 +149,7 @@ def full_tensor(tensor):
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (offset, tensor.to_local().cpu()))
-    return _assemble(tensor.shape, tensor.dtype, parts).to(DEVICE)
+    return assemble(tensor.shape, tensor.dtype, parts).to(DEVICE)
 
 
 def sharded_parameters(model):
@@ -133,7 +159,7 @@ def sharded_parameters(model):
     return list(model.named_parameters())
 
 
-def _gather(model, values):
+def gather(model, values):
     """Name -> [(offset, tensor)] over all ranks, from this rank's ``piece -> tensor``."""
     held = []
     for piece, tensor in values.items():
@@ -147,7 +173,7 @@ def _gather(model, values):
     return found
 
 
-def _assemble(shape, dtype, parts):
+def assemble(shape, dtype, parts):
     full = torch.full(tuple(shape), torch.nan, dtype=dtype)
     for offset, tensor in parts:
         if tensor.numel() == 0:
@@ -159,13 +185,13 @@ def _assemble(shape, dtype, parts):
 
 def full_weights(model):
     """Name -> full fp32 weight on every rank. Collective."""
-    runtime = vars(model)["_dmuon_runtime"]
-    parts = _gather(model, {piece: piece.master for piece in runtime.owned})
+    runtime = runtime_of(model)
+    parts = gather(model, {piece: piece.master for piece in runtime.owned})
     dedicated = {dp.fqn: dp for dp in runtime.params}
     weights = {}
     for name, param in sharded_parameters(model):
         if name in dedicated:
-            weights[name] = _assemble(dedicated[name].shape, dedicated[name].spec.master_dtype, parts[name])
+            weights[name] = assemble(dedicated[name].shape, dedicated[name].spec.master_dtype, parts[name])
         else:
             weights[name] = full_tensor(param.detach()).clone()
     return weights
@@ -173,15 +199,15 @@ def full_weights(model):
 
 def full_gradients(model):
     """Name -> full gradient on every rank, ``None`` where no rank had one. Collective."""
-    runtime = vars(model)["_dmuon_runtime"]
+    runtime = runtime_of(model)
     runtime.wait_gradients()
-    parts = _gather(model, {p: p.grad for p in runtime.owned if p.grad is not None and p.grad_count != 0})
+    parts = gather(model, {p: p.grad for p in runtime.owned if p.grad is not None and p.grad_count != 0})
     dedicated = {dp.fqn: dp for dp in runtime.params}
     gradients = {}
     for name, param in sharded_parameters(model):
         if name in dedicated:
             dp = dedicated[name]
-            gradients[name] = _assemble(dp.shape, dp.spec.grad_dtype, parts[name]) if name in parts else None
+            gradients[name] = assemble(dp.shape, dp.spec.grad_dtype, parts[name]) if name in parts else None
         else:
             gradients[name] = None if param.grad is None else full_tensor(param.grad).clone()
     return gradients

@@ -150,6 +150,41 @@ class Skipping(ToyModel):
         return self.lm_head(self.norm(x))
 
 
+class Experts(nn.Module):
+    def __init__(self, experts, dim, hidden):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.down_proj = nn.Parameter(torch.empty(experts, dim, hidden))
+
+    def forward(self, x, weights):
+        h = torch.nn.functional.silu(torch.einsum("bsd,ehd->bseh", x, self.up_proj))
+        return torch.einsum("bseh,edh,bse->bsd", h, self.down_proj, weights)
+
+
+class ExpertModel(ToyModel):
+    """Each block has a router and 5 experts, more and fewer than owners divide."""
+
+    class Block(nn.Module):
+        def __init__(self, dim, hidden):
+            super().__init__()
+            self.norm = nn.LayerNorm(dim)
+            self.router = nn.Linear(dim, 5, bias=False)
+            self.experts = Experts(5, dim, hidden)
+
+        def forward(self, x):
+            h = self.norm(x)
+            return x + self.experts(h, self.router(h).softmax(-1))
+
+    def __init__(self, seed=0):
+        super().__init__(layers=0)
+        self.layers = nn.ModuleList(self.Block(20, 12) for _ in range(2))
+        generator = torch.Generator("cpu").manual_seed(seed)
+        with torch.no_grad():
+            for _, p in sorted(self.named_parameters()):
+                if p.ndim > 1:
+                    p.copy_(0.3 * torch.randn(p.shape, generator=generator, device="cpu"))
+
+
 def is_proj(name, p):
     return "proj" in name and p.ndim == 2
 

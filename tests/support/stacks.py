@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import NewtonSchulz
-from torchtitan_dmuon.dmuon.optimizer import stack as matrices
+from torchtitan_dmuon.dmuon.optimizer import stack as stack_module
 from torchtitan_dmuon.dmuon.optimizer.matrices import MatrixView
 from torchtitan_dmuon.dmuon.optimizer.normuon import NorMuon
 from torchtitan_dmuon.dmuon.optimizer.stack import MatrixStack, UpdateRule
@@ -82,9 +82,9 @@ def stack_of(made, layout, group=GROUP, normuon_beta2=None, **rule):
     return MatrixStack(views, group, UpdateRule(NewtonSchulz("direct", kernel="cublas"), **rule))
 
 
-def update(made, layout, found_inf=None, group=GROUP, fused=None, monkeypatch=None, **rule):
-    """One update, by the kernels of the module ``fused`` or, without it, by PyTorch's operations."""
-    monkeypatch.setattr(matrices, "triton_passes", lambda device: fused)
+def update(made, layout, found_inf=None, group=GROUP, passes=None, monkeypatch=None, **rule):
+    """One update, by the kernels of the module ``passes`` or, without it, by PyTorch's operations."""
+    monkeypatch.setattr(stack_module, "triton_passes", lambda device: passes)
     stack = stack_of(made, layout, group, **rule)
     stack.update(found_inf)
     return stack

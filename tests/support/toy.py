@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from models.llama3 import Llama3HFNameMap
-from tests.support.harness import _assemble, _gather, build, full_tensor, full_weights
+from tests.support.harness import TYPE_SPLIT, assemble, build, full_tensor, full_weights, gather
 from tests.support.oracle import ToyModel, batch, loss_of
+from tests.support.private import runtime_of
 from torchtitan_dmuon.checkpoint import Checkpointer, Contents, TrainState
 from torchtitan_dmuon.config.job_config import Checkpoint
 
@@ -25,7 +26,7 @@ class Toy(ToyModel):
     """Odd sizes, a persistent buffer, a frozen matrix; embedding and head tied on request."""
 
     def __init__(self, seed=0, tie=False):
-        super().__init__(dim=20, hidden=37, vocab=VOCAB, seed=seed, tie=tie)
+        super().__init__(layers=2, dim=20, hidden=37, vocab=VOCAB, seed=seed, tie=tie)
         self.register_buffer("offset", torch.arange(7.0) + seed)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.layers[1].q_proj.weight.requires_grad_(False)
@@ -39,18 +40,11 @@ def without_up(name, p):
     return matrices(name, p) and "up_proj" not in name
 
 
-SPLIT = {
-    "defaults": {"route": "adamw"},
-    "overrides": [
-        {"name": ["q_proj.weight", "up_proj.weight", "down_proj.weight"], "set": {"route": "muon"}},
-        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
-    ],
-}
 # Routes of a run: the arguments of ``harness.build``.
 ROUTES = {
     "fsdp2": {"predicate": matrices},
     "z2": {"predicate": matrices, "mode": "z2"},
-    "dedicated": {"predicate": lambda n, p: True, "param_policy": SPLIT, "shard": False},
+    "dedicated": {"predicate": lambda n, p: True, "param_policy": TYPE_SPLIT, "shard": False},
     "exclude": {"predicate": without_up},
 }
 
@@ -62,8 +56,8 @@ HYPER = {"lr": 5e-3, "weight_decay": 0.1}
 def build_toy(world, mesh=None, routes="fsdp2", seed=0, tie=False):
     options = dict(ROUTES[routes])
     if tie and "param_policy" in options:
-        overrides = [SPLIT["overrides"][0], {"name": ["embed"], "set": {"route": "sharded_adamw"}}]
-        options["param_policy"] = {**SPLIT, "overrides": overrides}
+        overrides = [TYPE_SPLIT["overrides"][0], {"name": ["embed"], "set": {"route": "sharded_adamw"}}]
+        options["param_policy"] = {**TYPE_SPLIT, "overrides": overrides}
     return build(world, Toy(seed, tie), mesh=mesh, muon=HYPER, **options)
 
 
@@ -81,7 +75,7 @@ def step(model, optimizer, number, rank, mesh):
 
 def full_state(model, optimizer):
     """The optimizer's state as whole tensors by ``name.key``, on every rank. Collective."""
-    runtime = vars(model)["_dmuon_runtime"]
+    runtime = runtime_of(model)
     held = {}
     for piece in runtime.owned:
         if piece.spec.trainable and piece.numel:
@@ -92,9 +86,9 @@ def full_state(model, optimizer):
     keys = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(keys, sorted(held))
     for key in sorted({key for found in keys for key in found}):
-        for fqn, parts in _gather(model, held.get(key, {})).items():
+        for fqn, parts in gather(model, held.get(key, {})).items():
             shape = shapes[fqn] if parts[0][1].ndim else ()
-            state[f"{fqn}.{key}"] = _assemble(shape, parts[0][1].dtype, parts)
+            state[f"{fqn}.{key}"] = assemble(shape, parts[0][1].dtype, parts)
     for name, param in model.named_parameters():
         if param not in optimizer.state or name in shapes:
             continue

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
 from models.llama3 import Llama3Args, flavors
-from tests.support.pool import Job, free_port, run_in_new_processes
+from tests.support.pool import Job, free_port, run_in_new_processes, warm_context
 from torchtitan_dmuon.trainer import Trainer
 
-# What ``tiny`` trains: the debug model with matrices of an eighth and half of its blocks. Only ``train`` knows it.
+# What ``tiny`` trains: the debug model with matrices of an eighth and half of its blocks, known to this file's runs.
 TINY = Llama3Args(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden_dim=320, max_seq_len=2048)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,24 +80,105 @@ def train(world: int, *arguments: str, timeout: float = 120, trainer: type[Train
     return run
 
 
-def start_torchrun(
-    world: int, *arguments: str, launcher: str = "torchtitan_dmuon.launch", **environment: str
-) -> subprocess.Popen:
-    """``train.py`` under our launcher, as ``run_train.sh`` starts it, or under plain ``torch.distributed.run``."""
-    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(world)]
-    return subprocess.Popen(
-        [*command, "train.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def assert_refused(run: Run, message: str) -> None:
+    """Exit code 1 and one error line on every rank, no traceback."""
+    for code, output in zip(run.codes, run.outputs, strict=True):
+        assert code == 1, output
+        assert "Traceback" not in output, output
+        errors = [line for line in output.splitlines() if "error:" in line]
+        assert len(errors) == 1 and message in errors[0], output
+
+
+def _launch(launcher: str, arguments: list[str], output: str) -> None:
+    """In a process that has imported everything: the launcher, whose ranks are forks of it and run ``train.py``."""
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    flavors["tiny"] = TINY
+    importlib.import_module(launcher).main(["--start-method", "fork", "--run-path", *arguments])
+
+
+class Torchrun:
+    """``train.py`` under our launcher, as ``run_train.sh`` starts it, or under plain ``torch.distributed.run``. All of
+    its processes end with the ``with`` block.
+
+    Unless it is ``fresh``, its processes are forks of one that has imported everything. Such ranks do not end by
+    themselves after plain torchrun got SIGTERM: it kills them 30 s later. Fresh processes have no flavor ``tiny``."""
+
+    def __init__(
+        self, folder: Path, world: int, *arguments: str, launcher: str = "torchtitan_dmuon.launch", fresh: bool = False
+    ) -> None:
+        self._file = folder / "torchrun.log"
+        self._file.touch()
+        self._read = 0
+        command = ["--standalone", "--nproc-per-node", str(world)] + [str(ROOT / "train.py"), *arguments]
+        if fresh:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            with self._file.open("a") as file:
+                command = [sys.executable, "-m", launcher, *command]
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+            self._code: Callable[[], int | None] = process.poll
+        else:
+            process = warm_context().Process(target=_launch, args=(launcher, command, str(self._file)))
+            process.start()
+            self._code = lambda: process.exitcode
+        self.pid: int = process.pid
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._code() is None:
+            for pid in self.tree():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.end()
+
+    @property
+    def output(self) -> str:
+        return self._file.read_text()
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match[str]:
+        """Waits until a line after the one that was found last has ``pattern``."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self._code() is not None
+            for line in re.finditer(r".*\n", self.output[self._read :]):
+                if match := re.search(pattern, line[0]):
+                    self._read += line.end()
+                    return match
+            assert not ended and time.monotonic() < deadline, f"no {pattern}:\n{self.output}"
+            time.sleep(0.02)
+
+    def ranks(self) -> list[int]:
+        """The processes that train, by number."""
+        return _children(self.pid)
+
+    def tree(self) -> list[int]:
+        """The launcher and all processes below it."""
+        found = [self.pid]
+        for pid in found:
+            found += _children(pid)
+        return found
+
+    def end(self, timeout: float = 60) -> tuple[int, float]:
+        """Waits for the end. Returns the launcher's exit code and the seconds waited."""
+        begin = time.monotonic()
+        while (code := self._code()) is None:
+            assert time.monotonic() - begin < timeout, self.output
+            time.sleep(0.02)
+        return code, time.monotonic() - begin
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    return [int(line) for line in listed.stdout.split()]
 
 
 def tiny(folder: Path, **overrides: object) -> list[str]:
-    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``. Runs that are not started by
-    ``train`` need another ``model__flavor``."""
+    """Arguments of a small fp32 run in ``folder``; keyword ``a__b`` is the key ``a.b``."""
     keys = {
         "job.config_file": "train_configs/debug_model.toml",
         "model.flavor": "tiny",

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import dmuon
-from tests.dmuon.transport.test_grid import TYPE_SPLIT, all_routes
-from tests.support.harness import build, data_rank, train
+from tests.support.harness import TYPE_SPLIT, all_routes, build, data_rank, train
 from tests.support.oracle import ToyModel, is_proj
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 from torchtitan_dmuon.dmuon.kernels.newton_schulz import newton_schulz_flops
 from torchtitan_dmuon.dmuon.transport.lane import LANES
 
@@ -89,7 +89,7 @@ def test_the_plan_is_what_is_counted(rank, world, mesh, mode):
         plan = dmuon.summarize_comm_plan(model)
         assert json.loads(json.dumps(plan)) == plan
         assert plan["reshard_after_forward"] == (mode == "z3") and tuple(plan["mesh"].values()) == mesh
-        with Counted(model._dmuon_runtime.lanes) as counted:
+        with Counted(runtime_of(model).lanes) as counted:
             train(model, optimizer, steps, data_rank(rank, mesh))
         keys = ("collectives", "payload_bytes", "sent_bytes_per_rank")
         planned = {name: [steps * lane[key] for key in keys] for name, lane in plan["lanes"].items()}

@@ -13,9 +13,9 @@ from tests.support.stacks import (
     stack_of,
     update,
 )
-from torchtitan_dmuon.dmuon.optimizer import stack as matrices
+from torchtitan_dmuon.dmuon.optimizer import stack as stack_module
 
-fused_update = pytest.importorskip("torchtitan_dmuon.dmuon.kernels.passes", reason="needs Triton", exc_type=ImportError)
+passes = pytest.importorskip("torchtitan_dmuon.dmuon.kernels.passes", reason="needs Triton", exc_type=ImportError)
 symmetric = pytest.importorskip("torchtitan_dmuon.dmuon.kernels.symmetric", reason="needs Triton", exc_type=ImportError)
 
 pytestmark = pytest.mark.skipif(not symmetric._INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -27,8 +27,8 @@ RULES = [{}, {"cautious_weight_decay": True}, {"normuon_beta2": 0.9}]
 @pytest.fixture(autouse=True)
 def several_programs(monkeypatch):
     """Small matrices in several blocks, and several blocks a program."""
-    monkeypatch.setattr(fused_update, "_BLOCK", 64)
-    monkeypatch.setattr(fused_update, "_PROGRAMS", 3)
+    monkeypatch.setattr(passes, "_BLOCK", 64)
+    monkeypatch.setattr(passes, "_PROGRAMS", 3)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -40,7 +40,7 @@ def test_equals_the_plain_passes(layout, rule, monkeypatch):
     before = [piece.master.clone() for piece in ours]
     for step in range(2):
         found_inf = torch.zeros(()) if step else None
-        stack = update(ours, layout, found_inf, fused=fused_update, monkeypatch=monkeypatch, **rule)
+        stack = update(ours, layout, found_inf, passes=passes, monkeypatch=monkeypatch, **rule)
         assert bool(stack._passes) == (layout != "interleaved")
         update(plain, layout, found_inf, monkeypatch=monkeypatch, **rule)
     assert_same_updates(ours, plain, 1e-5)
@@ -52,7 +52,7 @@ def test_momentum_against_float64(nesterov, monkeypatch):
     made = pieces("odd", "float32", CPU)
     expected = [expected_momentum(piece) for piece in made]
     kept = made[1].momentum.clone()
-    update(made, "odd", group=GROUP | {"nesterov": nesterov}, fused=fused_update, monkeypatch=monkeypatch)
+    update(made, "odd", group=GROUP | {"nesterov": nesterov}, passes=passes, monkeypatch=monkeypatch)
     assert relative(made[0].momentum, expected[0]) < 1e-6 and relative(made[2].momentum, expected[2]) < 1e-6
     assert torch.equal(made[1].momentum, kept)
 
@@ -61,14 +61,14 @@ def test_nothing_moves_where_something_is_not_finite(monkeypatch):
     made, before = (pieces("columns", "float32", CPU) for _ in range(2))
     made[0].grad[0, 20] = float("nan")
     made[2].grad[5, 40] = float("inf")
-    update(made, "columns", torch.ones(()), fused=fused_update, monkeypatch=monkeypatch)
+    update(made, "columns", torch.ones(()), passes=passes, monkeypatch=monkeypatch)
     for a, b in zip(made, before, strict=True):
         assert torch.equal(a.master, b.master) and torch.equal(a.momentum, b.momentum)
 
 
 def test_other_elements_stay(monkeypatch):
     made, before = (pieces("columns", "float32", CPU) for _ in range(2))
-    update(made, "columns", fused=fused_update, monkeypatch=monkeypatch)
+    update(made, "columns", passes=passes, monkeypatch=monkeypatch)
     assert torch.equal(made[0].master[:, :16], before[0].master[:, :16])
     assert not torch.equal(made[0].master[:, 16:], before[0].master[:, 16:])
 
@@ -79,7 +79,7 @@ def test_narrow_dtypes(dtypes, monkeypatch):
     made, exact = pieces("matrices", dtypes, CPU), pieces("matrices", dtypes, CPU)
     for piece in exact:
         piece.grad, piece.momentum, piece.master = piece.grad.float(), piece.momentum.float(), piece.master.float()
-    update(made, "matrices", fused=fused_update, monkeypatch=monkeypatch)
+    update(made, "matrices", passes=passes, monkeypatch=monkeypatch)
     update(exact, "matrices", monkeypatch=monkeypatch)
     assert_same_updates(made, exact, 4e-3)
 
@@ -88,8 +88,8 @@ def test_different_dtypes_go_the_plain_way(monkeypatch):
     mixed, plain = (pieces("matrices", "float32", CPU) for _ in range(2))
     mixed[0].grad = mixed[0].grad.double()
     stack = stack_of(mixed, "matrices")
-    assert stack._pointed_passes(fused_update, 0, stack.views) is None
-    update(mixed, "matrices", fused=fused_update, monkeypatch=monkeypatch)
+    assert stack._pointed_passes(passes, 0, stack.views) is None
+    update(mixed, "matrices", passes=passes, monkeypatch=monkeypatch)
     update(plain, "matrices", monkeypatch=monkeypatch)
     assert_same_updates(mixed, plain, 1e-6)
 
@@ -97,7 +97,7 @@ def test_different_dtypes_go_the_plain_way(monkeypatch):
 def test_batches_are_of_about_one_size(monkeypatch):
     stack = stack_of(pieces("matrices", "float32", CPU, count=7), "matrices")
     for limit, sizes in ((7, [7]), (6, [4, 3]), (3, [3, 3, 1]), (1, [1] * 7)):
-        monkeypatch.setattr(matrices, "_BATCH_BYTES", limit * 1000)
+        monkeypatch.setattr(stack_module, "_BATCH_BYTES", limit * 1000)
         assert [len(views) for views in stack._batches(matrix_bytes=1000)] == sizes
 
 
@@ -105,26 +105,26 @@ def test_batches_are_of_about_one_size(monkeypatch):
 def test_normalized(shape):
     x = torch.randn(shape)
     x[0] = 0.0
-    result = fused_update.normalized(x, torch.float32, 1e-7)
+    result = passes.normalized(x, torch.float32, 1e-7)
     expected = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     torch.testing.assert_close(result, expected, atol=1e-7, rtol=1e-5)
-    assert fused_update.normalized(x.mT, torch.float32, 1e-7) is None or 1 in shape
+    assert passes.normalized(x.mT, torch.float32, 1e-7) is None or 1 in shape
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize("numel", [64, 100, 257])
 def test_accumulate(dtypes, numel, monkeypatch):
-    monkeypatch.setattr(fused_update, "_LARGE", 65)
+    monkeypatch.setattr(passes, "_LARGE", 65)
     into, grad = (torch.randn(300).to(dtype) for dtype in dtypes)
     expected = into.clone()
-    taken = [fused_update.accumulate(into[:numel], grad[:numel], add=add) for add in (True, False)]
+    taken = [passes.accumulate(into[:numel], grad[:numel], add=add) for add in (True, False)]
     assert taken == [numel > 64] * 2
     if taken[0]:
         expected[:numel] = grad[:numel].to(expected.dtype)
     assert torch.equal(into, expected)
     if numel > 64:
-        fused_update.accumulate(into[:numel], grad[:numel], add=True)
+        passes.accumulate(into[:numel], grad[:numel], add=True)
         sums = expected[:numel].float() + grad[:numel].float()
         assert torch.equal(into[:numel], sums.to(into.dtype)) and torch.equal(into[numel:], expected[numel:])
-    assert not fused_update.accumulate(into[::2], grad[::2], add=False)
-    assert not fused_update.accumulate(into, into, add=False)
+    assert not passes.accumulate(into[::2], grad[::2], add=False)
+    assert not passes.accumulate(into, into, add=False)

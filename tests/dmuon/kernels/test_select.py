@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dmuon
-from torchtitan_dmuon.dmuon.kernels import select as ns_backend
+from torchtitan_dmuon.dmuon.kernels import select
 from torchtitan_dmuon.dmuon.kernels.select import check_kernel, select_kernel
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_auto_on_the_cpu_is_pytorch():
 
 
 def test_auto_on_a_gpu_is_a_rule_on_the_shape(monkeypatch):
-    monkeypatch.setattr(ns_backend.TritonKernel, "unavailable", lambda *_: None)
+    monkeypatch.setattr(select.TritonKernel, "unavailable", lambda *_: None)
     device = torch.device("cuda")
     for shape, expected in {
         (4096, 14336): "triton",
@@ -64,8 +64,8 @@ def test_auto_on_a_gpu_is_a_rule_on_the_shape(monkeypatch):
 def test_a_kernel_asked_for_by_name_is_not_replaced(monkeypatch):
     with pytest.raises(RuntimeError, match="'quack' cannot be used: quack-kernels does not run on cpu"):
         dmuon.NewtonSchulz(kernel="quack")(torch.randn(4, 8))
-    monkeypatch.setattr(ns_backend, "symmetric", None)
-    monkeypatch.setattr(ns_backend, "_NO_TRITON", "Triton cannot be imported: no module", raising=False)
+    monkeypatch.setattr(select, "symmetric", None)
+    monkeypatch.setattr(select, "_NO_TRITON", "Triton cannot be imported: no module", raising=False)
     with pytest.raises(ValueError, match="kernel='triton' cannot be used: Triton cannot be imported"):
         dmuon.NewtonSchulz(kernel="triton")
     with pytest.raises(RuntimeError, match="'triton' cannot be used: Triton cannot be imported"):

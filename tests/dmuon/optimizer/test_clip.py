@@ -24,6 +24,7 @@ from tests.support.harness import (
 from tests.support.meshes import mesh_of
 from tests.support.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 from torchtitan_dmuon.dmuon.optimizer.clip import clip_gradients_, combine_norms, local_parts
 
 CPU = torch.device("cpu")
@@ -141,7 +142,7 @@ def test_norm_over_different_meshes(rank, world):
     shards = [distribute_tensor(x, mesh, where, src_data_rank=None) for x, where in zip(full, placements, strict=True)]
     own = [torch.full((2, 2), float(r + 1)) for r in range(world)]
     alike = torch.randn(3, 3, generator=generator)
-    lanes = build(world)[0]._dmuon_runtime.lanes.covering
+    lanes = runtime_of(build(world)[0]).lanes.covering
     everything = torch.cat([x.double().flatten() for x in [*full, *own, alike]])
     for p in NORMS:
         parts = [*local_parts([*shards, alike], world, "replicated"), *local_parts([own[rank]], world, "sharded")]
@@ -196,7 +197,7 @@ def test_norms_and_clipping_on_a_grid(rank, world, mesh, routes):
 @pytest.mark.parametrize("mesh", [(1, 4, 1), *GRIDS.values()])
 @distributed(world=4)
 def test_lanes_reach_every_rank_once(rank, world, mesh):
-    lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.covering
+    lanes = runtime_of(build(world, mesh=mesh, shard=False)[0]).lanes.covering
     values = [torch.tensor(3.0 + r) for r in range(world)]
     for p in NORMS:
         norm, nothing = combine_norms([[(values[rank], 1)], []], p, lanes, CPU)
@@ -224,7 +225,7 @@ def test_a_mesh_smaller_than_the_ranks_counts_once(rank, world):
         assert part.data_ptr() == gradient.to_local().data_ptr()
     everything = torch.cat([x.double().flatten() for x in (split, same, deep, pair)])
     for mesh in ((1, 2, 2), (1, 4, 1)):
-        lanes = build(world, mesh=mesh, shard=False)[0]._dmuon_runtime.lanes.covering
+        lanes = runtime_of(build(world, mesh=mesh, shard=False)[0]).lanes.covering
         assert len(lanes) == (2 if mesh[2] > 1 else 1)
         for p in NORMS:
             copies = [x.clone() for x in gradients]
@@ -359,7 +360,7 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
     """The owner, or the rank with the shard, is the only one that sees it."""
     model, optimizer = build(world)
     backward(model, rank)
-    model._dmuon_runtime.wait_gradients()
+    runtime_of(model).wait_gradients()
     if sharded:
         gradient = model.embed.weight.grad.to_local()
         mine, clips = rank == 1, (dmuon.clip_total_grad_norm_,)
@@ -385,7 +386,7 @@ def test_one_bad_element_is_known_everywhere(rank, world, sharded):
                 everything = clip is dmuon.clip_total_grad_norm_
                 others = [q.grad for q in model.parameters() if q.grad is not None] if everything else []
                 parts = [(own.grad, 1) for own in dmuon.get_owned_params(model)] + local_parts(others, world, None)
-                (norm,) = combine_norms([parts], p, model._dmuon_runtime.lanes.covering, CPU)
+                (norm,) = combine_norms([parts], p, runtime_of(model).lanes.covering, CPU)
                 assert is_expected(norm), (value, p)
     if mine:
         gradient[0, 0] = healthy
@@ -403,7 +404,7 @@ def test_one_bad_element_in_the_grid_is_known_everywhere(rank, world, mesh, rout
     for value, is_expected in ((math.nan, torch.isnan), (-math.inf, torch.isposinf)):
         model, optimizer = build_on_grid(world, shape, routes=True)
         backward(model, data_rank(rank, shape))
-        model._dmuon_runtime.wait_gradients()
+        runtime_of(model).wait_gradients()
         mine = [piece for piece in dmuon.get_owned_params(model) if piece.fqn == name[route]]
         bad_rank = min(r for r, has in enumerate(everyones(bool(mine), world)) if has)
         if rank == bad_rank:

@@ -6,7 +6,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from tests.support.harness import assert_same, build, full_weights, train, weights_of
-from tests.support.oracle import OracleMuon, ToyModel, is_proj, train_one_process
+from tests.support.oracle import ExpertModel, OracleMuon, ToyModel, is_proj, train_one_process
 from tests.support.pool import distributed
 
 
@@ -312,8 +312,6 @@ def test_wrong_kinds_of_values_and_failed_attempts_leave_no_trace(rank, world):
 @distributed(world=2)
 def test_a_stack_split_among_owners_may_be_forced_onto_adamw(rank, world):
     """Every run of experts has AdamW state of its own."""
-    from tests.dmuon.transport.test_grid import ExpertModel
-
     model, _ = build(world, ExpertModel(), lambda n, p: "experts" in n, optimizer=False)
     params = list(model.parameters())
     hyper = {"adamw_lr": 0.01, "adamw_weight_decay": 0.1}

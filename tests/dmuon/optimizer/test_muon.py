@@ -11,6 +11,7 @@ import dmuon
 from tests.support.harness import EVERY_ROUTE, assert_same, build, full_weights, train, usable, weights_of
 from tests.support.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, orthogonalize, train_one_process
 from tests.support.pool import distributed
+from tests.support.private import stacks_of
 from torchtitan_dmuon.dmuon.state.pieces import parts_of
 
 
@@ -90,7 +91,7 @@ def test_the_step_begins_with_what_arrives_first(rank, world):
     """Backward reduces the last layer first: so do the parts of a stack; the largest stack comes first."""
     _, optimizer = build(world)
     sizes = []
-    for stack in optimizer._stacks:
+    for stack in stacks_of(optimizer):
         layers = [int(view.piece.fqn.split(".")[1]) for view in stack.views]
         assert layers == sorted(layers, reverse=True)
         sizes.append(sum(view.piece.numel for view in stack.views))

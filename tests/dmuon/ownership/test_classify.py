@@ -10,17 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from dmuon import classify
 from models import get_model_args, get_model_spec
+from tests.support.harness import build_on_meta, muon_names
 from tests.support.oracle import ToyModel
 from torchtitan_dmuon.dmuon.ownership.classify import canonical_fqn, layer_of
-
-
-def muon_names(model, **options):
-    return [name for name, decision in classify(model, **options).items() if decision.muon]
-
-
-def build_on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 def small_llama3(tie=False):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon import classify
-from tests.dmuon.ownership.test_classify import build_on_meta, muon_names
+from tests.support.harness import build_on_meta, muon_names
 
 
 class MLP(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from tests.dmuon.transport.test_grid import TYPE_SPLIT
 from tests.support.harness import (
     EVERY_ROUTE,
+    TYPE_SPLIT,
     assert_same,
     build,
     data_rank,
@@ -26,6 +26,7 @@ from tests.support.harness import (
 )
 from tests.support.oracle import Block, OracleMuon, ToyModel, batch, is_proj, train_one_process
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 
 STEPS = 4
 
@@ -111,7 +112,7 @@ def check(rank, world, recompute="none", backend="aot_eager", steps=STEPS, **opt
     """Compiled equals eager and one process."""
     backend = CountingBackend(backend)
     model, optimizer = build(world, compiled(make(recompute), backend), **options)
-    assert {unit.name for unit in model._dmuon_runtime.units} == {"layers.0", "layers.1", "layers.2"}
+    assert {unit.name for unit in runtime_of(model).units} == {"layers.0", "layers.1", "layers.2"}
     graphs = train_counting(model, optimizer, rank, backend, steps)
     assert graphs[0] == 1, f"one graph serves all blocks, not {graphs[0]}"
     assert graphs[1:] == graphs[:1] * (steps - 1), f"recompiled: graphs by step {graphs}"

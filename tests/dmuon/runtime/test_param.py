@@ -9,6 +9,7 @@ from dmuon import Block, HeadWeights, QKClip, QKClipLayer, split_interleaved, sp
 from tests.support.harness import EVERY_ROUTE, build, data_rank, full_gradients, full_tensor, full_weights, train
 from tests.support.oracle import ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
+from tests.support.private import has_packed_gradients, is_unsharded, runtime_of
 
 BF16_FSDP = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -122,10 +123,10 @@ def test_mixed_param_dtypes_without_input_cast(rank, world):
 @distributed(world=2)
 def test_memory_of_packed_buffers(rank, world, mode):
     model, optimizer = build(world, ToyModel(layers=4), mode=mode)
-    units = model._dmuon_runtime.units
+    units = runtime_of(model).units
 
     def resident():
-        return [unit._packed.untyped_storage().nbytes() > 0 for unit in units]
+        return [is_unsharded(unit) for unit in units]
 
     peak = []
     for layer in model.layers:
@@ -137,7 +138,7 @@ def test_memory_of_packed_buffers(rank, world, mode):
     assert max(peak) == (4 if mode == "z2" else 2)  # the one that computes and the one ahead
     loss.backward()
     assert resident() == [mode == "z2"] * 4
-    assert all(unit._gradients is None for unit in units)
+    assert not any(has_packed_gradients(unit) for unit in units)
     optimizer.step()
     assert resident() == [False] * 4
     assert all(piece.grad is None for unit in units for piece in unit.owned)

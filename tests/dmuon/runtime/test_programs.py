@@ -12,6 +12,8 @@ import dmuon
 from tests.support.harness import DEVICE, assert_same, build, full_gradients
 from tests.support.oracle import Block, ToyModel, batch, is_proj, loss_of
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
+from tests.support.programs import backward_that_raised, forward_that_raised, oracle_gradients, plain
 
 # ------------------------------------------------------------------ programs: (model, rank) -> runs its own backward
 
@@ -32,34 +34,6 @@ def three_forwards_two_backwards(model, rank):
     first, second, third = (loss_of(model(tokens), labels) for tokens, labels in (batch(i, rank) for i in (1, 2, 3)))
     second.backward()
     (first + third).backward()
-
-
-def backward_that_raised(model, rank):
-    """What came before it raised stays, as in plain PyTorch."""
-
-    class Breaking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("planned")
-
-    tokens, labels = batch(4, rank)
-    handle = model.layers[1].norm.register_forward_hook(lambda m, a, out: Breaking.apply(out))
-    with pytest.raises(ArithmeticError):
-        loss_of(model(tokens), labels).backward()
-    handle.remove()
-
-
-def forward_that_raised(model, rank):
-    """Returns the exception, with all it holds."""
-    handle = model.layers[1].norm.register_forward_hook(lambda m, a, out: out.view(-1, 1000))
-    with pytest.raises(RuntimeError, match="invalid for input of size") as raised:
-        model(batch(4, rank)[0])
-    handle.remove()
-    return raised
 
 
 def backward_tried_again(model, rank):
@@ -230,11 +204,6 @@ class NestedOutputs(ToyModel):
         return self.lm_head(self.norm(hidden.states["x"] + hidden.aux[1][0]))
 
 
-def plain(model, rank):
-    tokens, labels = batch(1, rank)
-    loss_of(model(tokens), labels).backward()
-
-
 PROGRAMS = [
     two_forwards_one_backward,
     forward_forward_backward_backward,
@@ -254,14 +223,6 @@ OWN_PROGRAMS = [
 MODELS = [Twice, SomeCheckpointed, SomeReentrant, PairCheckpointed, NestedOutputs, ReentrantInside, CallsOthers]
 
 
-def oracle_gradients(model_class, program, world, **kwargs):
-    """Mean over ranks of what ``program`` gives on one process."""
-    model = model_class(**kwargs)
-    for rank in range(world):
-        program(model, rank)
-    return {n: None if p.grad is None else p.grad / world for n, p in model.named_parameters()}
-
-
 def check_program(model_class, program, rank, world, mode, fsdp2, **kwargs):
     """Gradients, one step, and gradients again (the next forward must see the new weights)."""
     predicate = is_proj if fsdp2 else (lambda n, p: p.ndim == 2 and "embed" not in n and "lm_head" not in n)
@@ -275,9 +236,9 @@ def check_program(model_class, program, rank, world, mode, fsdp2, **kwargs):
             actual = {n: g for n, g in actual.items() if n in expected}
         assert_same(actual, expected, atol=2e-6)
         optimizer.zero_grad()
-    for dp in model._dmuon_runtime.params:
+    for dp in runtime_of(model).params:
         assert dp.param.isnan().all(), f"{dp.fqn} is readable outside forward and backward"
-    model._dmuon_runtime.schedule.invalidate_weights()
+    runtime_of(model).schedule.invalidate_weights()
 
 
 @pytest.mark.parametrize("mode", ["z2", "z3"])

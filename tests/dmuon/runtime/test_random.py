@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from tests.dmuon.transport.test_grid import TYPE_SPLIT
 from tests.support.harness import (
+    TYPE_SPLIT,
     CountingNewtonSchulz,
     assert_same,
     build,

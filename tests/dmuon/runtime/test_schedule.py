@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from tests.dmuon.runtime.test_programs import backward_that_raised, forward_that_raised, oracle_gradients, plain
 from tests.support.harness import (
     DEVICE,
     EVERY_ROUTE,
@@ -20,7 +19,8 @@ from tests.support.harness import (
 )
 from tests.support.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
-from torchtitan_dmuon.dmuon.runtime.unit import Unit
+from tests.support.private import after_arrival, runtime_of
+from tests.support.programs import backward_that_raised, forward_that_raised, oracle_gradients, plain
 
 
 @distributed(world=2)
@@ -28,15 +28,15 @@ def test_replicas_hear_of_the_last_micro_batch_only(rank, world):
     """Also of what is still on its way when the last one begins."""
     model, _ = build(world, ToyModel(layers=6), mesh=(2, 1, 1), optimizer=False, shard=False)
     sent = []
-    for unit in model._dmuon_runtime.units:
+    for unit in runtime_of(model).units:
         original = unit.launch_replicate_stage
         unit.launch_replicate_stage = lambda unit=unit, original=original: (sent.append(unit.name), original())[1]
     for micro_batch in range(4):
         dmuon.set_requires_all_reduce(model, micro_batch == 3)
         tokens, labels = batch(micro_batch, rank)
         loss_of(model(tokens), labels).backward()
-    model._dmuon_runtime.wait_gradients()
-    assert sorted(sent) == sorted(unit.name for unit in model._dmuon_runtime.units)
+    runtime_of(model).wait_gradients()
+    assert sorted(sent) == sorted(unit.name for unit in runtime_of(model).units)
 
 
 @distributed(world=2)
@@ -46,7 +46,7 @@ def test_no_sync_inside_no_sync(rank, world):
         with dmuon.no_sync(model):
             plain(model, rank)
         plain(model, rank)
-        assert not model._dmuon_runtime.schedule.has_gradients
+        assert not runtime_of(model).schedule.has_gradients
     plain(model, rank)
     expected = oracle_gradients(ToyModel, plain, world)
     assert_same(full_gradients(model), {n: 3 * g for n, g in expected.items()}, atol=3e-6)
@@ -241,20 +241,16 @@ def test_zero_grad_recovers_from_a_forward_and_a_backward_that_raised(rank, worl
 def test_arrival_is_noted_when_a_gradient_is_complete(rank, world, mesh):
     """What a piece's event would stand for: after the last note nothing is added any more, micro-batches or not."""
     model, optimizer = build(world, mesh=mesh, **EVERY_ROUTE)
-    noted, original = {}, Unit._note_arrival
+    noted = {}
 
     def note(unit):
-        original(unit)
         noted.update({piece: None if piece.grad is None else piece.grad.clone() for piece in unit.owned})
 
-    Unit._note_arrival = note
-    try:
+    with after_arrival(note):
         for step in range(2):
             tokens, labels = batch(step, data_rank(rank, mesh))
             loss_of(model(tokens), labels).backward()
         optimizer.runtime.collect_gradients()
-    finally:
-        Unit._note_arrival = original
     if DEVICE == "cuda":  # the copies were made on the stream of the reductions
         torch.cuda.synchronize()
     owned = optimizer.runtime.owned

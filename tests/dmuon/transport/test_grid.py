@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import dmuon
 from tests.support.harness import (
+    TYPE_SPLIT,
     CountingNewtonSchulz,
+    all_routes,
     assert_same,
     build,
     data_rank,
@@ -19,8 +20,19 @@ from tests.support.harness import (
     weights_of,
 )
 from tests.support.meshes import mesh_of
-from tests.support.oracle import OracleMuon, Skipping, ToyModel, batch, is_proj, loss_of, train_one_process
+from tests.support.oracle import (
+    ExpertModel,
+    OracleMuon,
+    Skipping,
+    ToyModel,
+    batch,
+    is_proj,
+    loss_of,
+    orthogonalize,
+    train_one_process,
+)
 from tests.support.pool import distributed
+from tests.support.private import own_part, runtime_of
 
 MESHES = {
     "shard 4": (1, 4, 1),
@@ -43,15 +55,30 @@ def oracle_after(steps, world_data, model=odd_model, select=is_proj, **hyper):
     return weights_of(oracle)
 
 
-@pytest.mark.parametrize("mode", ["z2", "z3"])
+def assert_modes_alike(train_in):
+    """Of ``train_in(mode) -> (model, optimizer)``: bitwise the same in Z2 and Z3. Returns the weights. Collective."""
+    results = []
+    for mode in ("z2", "z3"):
+        model, optimizer = train_in(mode)
+        momentum = {p.fqn: optimizer.state_of(p).get("momentum_buffer") for p in dmuon.get_owned_params(model)}
+        results.append((full_weights(model), momentum))
+    for z2, z3 in zip(*results, strict=True):
+        assert_same(z2, z3, atol=0, rtol=0)
+    return results[0][0]
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @distributed(world=4)
-def test_three_steps_equal_one_process(rank, world, mesh, mode):
+def test_three_steps_equal_one_process(rank, world, mesh):
+    """In both modes, which are bitwise the same (behaviours 2 to 5 of docs/design)."""
     shape = MESHES[mesh]
-    model, optimizer = build(world, odd_model(), mesh=shape, mode=mode, muon={"weight_decay": 0.1})
-    train(model, optimizer, 3, data_rank(rank, shape))
-    expected = oracle_after(3, shape[0] * shape[1], weight_decay=0.1)
-    assert_same(full_weights(model), expected)
+
+    def train_in(mode):
+        model, optimizer = build(world, odd_model(), mesh=shape, mode=mode, muon={"weight_decay": 0.1})
+        train(model, optimizer, 3, data_rank(rank, shape))
+        return model, optimizer
+
+    assert_same(assert_modes_alike(train_in), oracle_after(3, shape[0] * shape[1], weight_decay=0.1))
 
 
 @distributed(world=4)
@@ -69,11 +96,11 @@ def test_one_owner_in_the_whole_grid(rank, world):
         seen = torch.tensor(sum(counting.numbers))
         dist.all_reduce(seen)
         assert seen == 9
-        for unit in model._dmuon_runtime.units:
+        for unit in runtime_of(model).units:
             for piece in unit.pack.pieces:
                 assert (piece.master is not None) == piece.is_owned
                 assert piece.master is None or piece.master.dtype == torch.float32
-            assert unit._own.dtype == torch.uint8 and unit._own.numel() == unit.pack.own_bytes
+            assert own_part(unit).dtype == torch.uint8 and own_part(unit).numel() == unit.pack.own_bytes
         held = [None] * world
         matrices = [piece for piece in dmuon.get_owned_params(model) if piece.spec.route == "muon"]
         assert all("momentum_buffer" in optimizer.state[piece.param] for piece in matrices)
@@ -105,54 +132,31 @@ def test_asynchronous_publish_is_bitwise(rank, world, mesh):
     weights = []
     for replicate_async in (True, False):
         model, optimizer = build(world, odd_model(), mesh=shape, muon={"replicate_async": replicate_async})
-        losses = train(model, optimizer, 10, data_rank(rank, shape))
+        losses = train(model, optimizer, 4, data_rank(rank, shape))
         weights.append(({"losses": torch.tensor(losses)}, full_weights(model)))
     assert_same(weights[0][0], weights[1][0], atol=0, rtol=0)
     assert_same(weights[0][1], weights[1][1], atol=0, rtol=0)
 
 
-@distributed(world=4)
-def test_z2_equals_z3_bitwise(rank, world):
-    for shape in usable(MESHES.values()):
-        results = []
-        for mode in ("z2", "z3"):
-            model, optimizer = build(world, odd_model(), mesh=shape, mode=mode)
-            train(model, optimizer, 3, data_rank(rank, shape))
-            momentum = {p.fqn: optimizer.state_of(p)["momentum_buffer"] for p in dmuon.get_owned_params(model)}
-            results.append((full_weights(model), momentum))
-        assert_same(results[0][0], results[1][0], atol=0, rtol=0)
-        assert_same(results[0][1], results[1][1], atol=0, rtol=0)
-
-
 # ------------------------------------------------------------------ routes (behaviour 8 of docs/design)
 
 
-def all_routes(n, p):
-    return True
-
-
-TYPE_SPLIT = {
-    "defaults": {"route": "adamw"},
-    "overrides": [
-        {"name": ["q_proj.weight", "up_proj.weight", "down_proj.weight"], "set": {"route": "muon"}},
-        {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
-    ],
-}
-
-
-@pytest.mark.parametrize("mode", ["z2", "z3"])
 @pytest.mark.parametrize("mesh", ["shard 4", "2x2", "4x1", "dp2 tp2", "2x1x2"])
 @distributed(world=4)
-def test_every_parameter_dedicated_needs_no_fsdp(rank, world, mesh, mode):
-    """The guide's type-split routing: vocabulary 29 rows over 4 ranks, and sizes nothing divides."""
+def test_every_parameter_dedicated_needs_no_fsdp(rank, world, mesh):
+    """The guide's type-split routing: vocabulary 29 rows over 4 ranks, and sizes nothing divides. In both modes."""
     shape = MESHES[mesh]
     hyper = {"weight_decay": 0.1, "adamw_lr": 1e-2, "adamw_weight_decay": 0.1}
-    model, optimizer = build(
-        world, odd_model(), all_routes, shard=False, mesh=shape, mode=mode, param_policy=TYPE_SPLIT, muon=hyper
-    )
-    assert {dp.spec.route for dp in dmuon.get_dedicated_params(model)} == {"muon", "adamw", "sharded_adamw"}
-    train(model, optimizer, 5, data_rank(rank, shape))
-    assert_same(full_weights(model), oracle_after(5, shape[0] * shape[1], **hyper))
+
+    def train_in(mode):
+        model, optimizer = build(
+            world, odd_model(), all_routes, shard=False, mesh=shape, mode=mode, param_policy=TYPE_SPLIT, muon=hyper
+        )
+        assert {dp.spec.route for dp in dmuon.get_dedicated_params(model)} == {"muon", "adamw", "sharded_adamw"}
+        train(model, optimizer, 3, data_rank(rank, shape))
+        return model, optimizer
+
+    assert_same(assert_modes_alike(train_in), oracle_after(3, shape[0] * shape[1], **hyper))
 
 
 @pytest.mark.parametrize("route", ["adamw", "sharded_adamw"])
@@ -163,10 +167,10 @@ def test_adamw_routes_equal_torch_adamw(rank, world, route):
         model, optimizer = build(
             world, odd_model(), all_routes, shard=False, mesh=shape, muon=hyper, route_hint_fn=lambda n, p: route
         )
-        train(model, optimizer, 5, data_rank(rank, shape))
+        train(model, optimizer, 3, data_rank(rank, shape))
         oracle = odd_model()
         adamw = torch.optim.AdamW(oracle.parameters(), lr=2e-3, weight_decay=0.1, betas=(0.8, 0.99), eps=1e-6)
-        for step in range(5):
+        for step in range(3):
             tokens, labels = (torch.cat(x) for x in zip(*(batch(step, r) for r in range(4)), strict=True))
             loss_of(oracle(tokens), labels).backward()
             adamw.step()
@@ -234,41 +238,6 @@ def test_unused_parameters_on_every_route(rank, world, mesh):
 # ------------------------------------------------------------------ expert stacks
 
 
-class Experts(nn.Module):
-    def __init__(self, experts, dim, hidden):
-        super().__init__()
-        self.up_proj = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.down_proj = nn.Parameter(torch.empty(experts, dim, hidden))
-
-    def forward(self, x, weights):
-        h = torch.nn.functional.silu(torch.einsum("bsd,ehd->bseh", x, self.up_proj))
-        return torch.einsum("bseh,edh,bse->bsd", h, self.down_proj, weights)
-
-
-class ExpertModel(ToyModel):
-    """Each block has a router and 5 experts, more and fewer than owners divide."""
-
-    class Block(nn.Module):
-        def __init__(self, dim, hidden):
-            super().__init__()
-            self.norm = nn.LayerNorm(dim)
-            self.router = nn.Linear(dim, 5, bias=False)
-            self.experts = Experts(5, dim, hidden)
-
-        def forward(self, x):
-            h = self.norm(x)
-            return x + self.experts(h, self.router(h).softmax(-1))
-
-    def __init__(self, seed=0):
-        super().__init__(layers=0)
-        self.layers = nn.ModuleList(self.Block(20, 12) for _ in range(2))
-        generator = torch.Generator("cpu").manual_seed(seed)
-        with torch.no_grad():
-            for _, p in sorted(self.named_parameters()):
-                if p.ndim > 1:
-                    p.copy_(0.3 * torch.randn(p.shape, generator=generator, device="cpu"))
-
-
 class ExpertOracle:
     """Every expert matrix by itself."""
 
@@ -284,8 +253,6 @@ class ExpertOracle:
 
     @torch.no_grad()
     def step(self):
-        from tests.support.oracle import orthogonalize
-
         for key, (p, e) in enumerate(self.parts):
             m = self.momentum.setdefault(key, torch.zeros_like(p[e]))
             m.mul_(0.95).add_(p.grad[e])
@@ -317,7 +284,7 @@ def test_expert_stacks(rank, world, mesh):
 @pytest.mark.parametrize("policy", ["isolated", "shared"])
 @distributed(world=4, timeout=120)
 def test_the_trainers_collectives_in_between(rank, world, policy):
-    """40 steps, the trainer's own collectives on the meshes' groups drawn at random; with the diagnostic fence the
+    """15 steps, the trainer's own collectives on the meshes' groups drawn at random; with the diagnostic fence the
     same numbers."""
     import os
 
@@ -327,7 +294,7 @@ def test_the_trainers_collectives_in_between(rank, world, policy):
         try:
             model, optimizer = build(world, mesh=(2, 2, 1), process_group_policy=policy)
             draw = torch.Generator("cpu").manual_seed(5)
-            for step in range(40):
+            for step in range(15):
                 for _ in range(int(torch.randint(3, (), generator=draw, device="cpu"))):
                     dist.all_reduce(torch.ones(5))
                 train(model, optimizer, 1, rank, start=step)
@@ -335,7 +302,7 @@ def test_the_trainers_collectives_in_between(rank, world, policy):
         finally:
             del os.environ["DMUON_ISOLATED_PG_BARRIER"]
     assert_same(results[0], results[1], atol=0, rtol=0)
-    lanes = model._dmuon_runtime.lanes
+    lanes = runtime_of(model).lanes
     own = {lane.group for lane in lanes.all}
     assert len(own) == (4 if policy == "isolated" else 2)
 
@@ -355,4 +322,4 @@ def test_meshes_that_do_not_fit_are_refused(rank, world):
     with pytest.raises(ValueError, match=r"layers\.0\.up_proj\.weight is a DTensor over"):
         dmuon.dedicate_params(model, grid["tp"], predicate=is_proj, tp_mesh=grid["dp"])
     dmuon.dedicate_params(model, grid["dp"], predicate=is_proj)  # tp_mesh found from the parameters
-    assert model._dmuon_runtime.grid.shape == (1, 2, 2)
+    assert runtime_of(model).grid.shape == (1, 2, 2)

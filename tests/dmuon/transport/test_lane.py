@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from tests.support.meshes import DEVICE
 from tests.support.pool import distributed
-from torchtitan_dmuon.dmuon.transport.lane import Lane, Pending, _adjacent
+from tests.support.private import adjacent, let_take_uneven_parts, takes_uneven_parts
+from torchtitan_dmuon.dmuon.transport.lane import Lane, Pending
 
 # (number of elements, rank) of each segment; ranks that are not there are left out, -1 is the last.
 SEGMENTS = {
@@ -34,7 +35,7 @@ def parts_of(case, world, seed):
 def uneven_parts(lane):
     """Gives a backend that has none the uneven all-gather and reduce-scatter of NCCL, which copies parts of one shape
     to a tensor of its own."""
-    if lane._uneven:
+    if takes_uneven_parts(lane):
         yield
         return
     originals = dist.all_gather, dist.reduce_scatter
@@ -55,7 +56,7 @@ def uneven_parts(lane):
                 part.copy_(origin.clone().view_as(part))
         return Pending([])
 
-    lane._uneven = True
+    let_take_uneven_parts(lane, True)
     dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
     try:
         yield
@@ -104,11 +105,11 @@ def test_one_rank(rank, world):
     assert torch.equal(total, origin)
 
 
-def test_adjacent_parts_are_one_view():
+def testadjacent_parts_are_one_view():
     buffer = torch.arange(12.0)
-    whole = _adjacent(buffer[2:].split(5))
+    whole = adjacent(buffer[2:].split(5))
     assert torch.equal(whole, buffer[2:]) and whole.data_ptr() == buffer[2:].data_ptr()
-    assert _adjacent(buffer.split([5, 7])) is None  # of two sizes
-    assert _adjacent([buffer[:4], buffer[5:9]]) is None  # a gap
-    assert _adjacent([buffer[4:8], buffer[:4]]) is None  # another order
-    assert _adjacent([buffer[:6], torch.zeros(6)]) is None  # two storages
+    assert adjacent(buffer.split([5, 7])) is None  # of two sizes
+    assert adjacent([buffer[:4], buffer[5:9]]) is None  # a gap
+    assert adjacent([buffer[4:8], buffer[:4]]) is None  # another order
+    assert adjacent([buffer[:6], torch.zeros(6)]) is None  # two storages

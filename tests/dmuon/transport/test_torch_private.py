@@ -17,6 +17,7 @@ import dmuon
 from tests.support.harness import assert_same, build, flat_mesh, full_gradients, full_weights, train, weights_of
 from tests.support.oracle import OracleMuon, ToyModel, batch, is_proj, loss_of, train_one_process
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 from torchtitan_dmuon.dmuon.transport.torch_private import (
     group_like,
     queue_end_of_backward,
@@ -251,7 +252,7 @@ def test_isolated_groups_of_a_dedicated_model(rank, world):
     mesh = DeviceMesh.from_group(group, "cpu")
     model = ToyModel()
     dmuon.dedicate_params(model, mesh, predicate=is_proj)
-    lanes = model._dmuon_runtime.lanes
+    lanes = runtime_of(model).lanes
     assert len({id(lanes.unshard.group), id(lanes.reduce.group), id(group)}) == 3
     for lane in (lanes.unshard, lanes.reduce):
         assert dist.get_process_group_ranks(lane.group) == [0, 1]
@@ -259,7 +260,7 @@ def test_isolated_groups_of_a_dedicated_model(rank, world):
 
     shared = ToyModel()
     dmuon.dedicate_params(shared, mesh, predicate=is_proj, process_group_policy="shared")
-    lanes = shared._dmuon_runtime.lanes
+    lanes = runtime_of(shared).lanes
     assert lanes.unshard.group is lanes.reduce.group is mesh.get_group()
 
 
