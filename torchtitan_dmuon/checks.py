@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models import get_model_args
 from torchtitan_dmuon.checkpoint import check_shared
 from torchtitan_dmuon.config import ConfigError, JobConfig
 from torchtitan_dmuon.data import (
@@ -28,6 +27,7 @@ from torchtitan_dmuon.data import (
     build_dataset,
     build_tokenizer,
 )
+from torchtitan_dmuon.families import get_model_args
 from torchtitan_dmuon.optimizer import build_newton_schulz
 from torchtitan_dmuon.parallel import ParallelDims
 

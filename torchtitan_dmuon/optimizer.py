@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.layers import Attention
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
+from torchtitan_dmuon.families import Attention
 from torchtitan_dmuon.parallel import Meshes
 
 _BASE_GROUP = "base"

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from models import ModelSpec
-from models.layers import Attention
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig
 from torchtitan_dmuon.config.job_config import Compile, DMuon, Parallelism, Training
+from torchtitan_dmuon.families import Attention, ModelSpec
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_dmuon.parallel.dims import Meshes
