@@ -21,25 +21,21 @@ fi
 CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 source scripts/setup.sh train
 
-# A mistake in the configuration is told once, in a second, and not by every rank.
-"$PYTHON" -m torchtitan_dmuon.config --job.config_file "$CONFIG_FILE" "$@"
 for argument in "$@"; do
     if [[ $argument == --help || $argument == -h ]]; then
-        exit 0
+        exec "$PYTHON" -m torchtitan_dmuon.config --help
     fi
 done
+# Mistakes are told once, all of them, before torchrun starts a process that would tell them again.
+machine=$("$PYTHON" -m torchtitan_dmuon.preflight --job.config_file "$CONFIG_FILE" "$@")
+read -r NGPU gpus cores <<<"$machine"
 
 NNODES=${NNODES:-1}
-if [[ -z ${NGPU:-} || -z ${OMP_NUM_THREADS:-} ]]; then
-    machine=$("$PYTHON" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
-    read -r gpus cores <<<"$machine"
-    NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
-    if ((gpus == 0)); then  # glibc would keep freed buffers of collectives in its arenas: hand large ones back
-        export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1048576}
-    fi
-    if ((gpus == 0)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then
-        export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
-    fi
+if ((gpus == 0)); then  # glibc would keep freed buffers of collectives in its arenas: hand large ones back
+    export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1048576}
+fi
+if ((gpus == 0)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then
+    export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
 fi
 if [[ -z ${PYTORCH_ALLOC_CONF:-} && -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
     export PYTORCH_ALLOC_CONF=expandable_segments:True

@@ -15,12 +15,12 @@ from torchtitan_dmuon.trainer import NonFiniteError, Trainer
 
 
 def main(argv: list[str], trainer: type[Trainer] = Trainer) -> int:
-    """Returns the exit code: 0, or 1 after one line that says what is wrong."""
+    """Returns the exit code: 0, or 1 after a line for each thing that is wrong."""
     rank, _, _ = world_from_env()
     try:
         config = load_config(argv)
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.writelines(f"error: {line}\n" for line in error.lines)
         return 1
     init_logger(rank, color=not config.metrics.disable_color_printing)
     logger.info("Starting: %s", config.job.description)
@@ -29,7 +29,11 @@ def main(argv: list[str], trainer: type[Trainer] = Trainer) -> int:
     try:
         with SignalWatch(config.checkpoint.grace_seconds) as signals:
             trainer(config, signals).train()
-    except (ConfigError, DataError, CheckpointError, NonFiniteError) as error:
+    except ConfigError as error:
+        for line in error.lines:
+            logger.error("error: %s", line)
+        return 1
+    except (DataError, CheckpointError, NonFiniteError) as error:
         logger.error("error: %s", " ".join(str(error).split()))
         return 1
     finally:

@@ -25,7 +25,7 @@ modules = ["torch", "torchdata", "tensorboard", "tqdm", "numpy"]
 if sys.version_info < (3, 11):
     modules.append("tomli")
 if sys.argv[1] == "test":
-    modules += ["pytest", "pytest_timeout", "ruff", "transformers", "tokenizers", "safetensors"]
+    modules += ["pytest", "pytest_timeout", "ruff", "transformers", "tokenizers", "safetensors", "setuptools"]
 requirements = {}
 for name in ("requirements.txt", "requirements-test.txt"):
     for line in open(name, encoding="utf-8"):
@@ -33,18 +33,23 @@ for name in ("requirements.txt", "requirements-test.txt"):
         if found and not line.startswith("-"):
             requirements[found[0].lower().replace("-", "_")] = line.split(";")[0].strip()
 
-missing = [name for name in modules if importlib.util.find_spec(name) is None]
-torch = ""
-if "torch" not in missing:
+
+
+def version(name, oldest):
+    """The version of an installed package, empty where it is missing or older than `oldest`."""
     try:
-        torch = metadata.version("torch")
+        found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        missing.append("torch")
-    else:
-        if tuple(map(int, re.match(r"(\d+)\.(\d+)", torch).groups())) < (2, 11):
-            missing.append("torch")
-            torch = ""
-print(torch)
+        return ""
+    return found if tuple(map(int, re.match(r"(\d+)\.(\d+)", found).groups())) >= oldest else ""
+
+
+missing = [name for name in modules if importlib.util.find_spec(name) is None]
+found = {"torch": "" if "torch" in missing else version("torch", (2, 11))}
+if "setuptools" in modules and "setuptools" not in missing:
+    found["setuptools"] = version("setuptools", (70, 1))
+missing += [name for name, text in found.items() if not text and name not in missing]
+print(found["torch"])
 print("|".join(requirements[name] for name in missing))
 PYTHON_CODE
 }

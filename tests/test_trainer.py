@@ -257,8 +257,9 @@ def test_a_missing_package_is_told_at_start(folder, monkeypatch, key, package):
     arguments = tiny(
         folder, **{key: True, "checkpoint.last_save_model_only": True, "checkpoint.initial_load_path": "x"}
     )
-    with pytest.raises(ConfigError, match=f"^{key}: needs the package {package}: pip install {package}$"):
+    with pytest.raises(ConfigError) as told:
         Trainer(load_config(arguments))
+    assert f"{key}: needs the package {package}: pip install {package}" in told.value.lines
     assert not torch.distributed.is_initialized()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import get_model_spec
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import JobConfig
+from torchtitan_dmuon.families import get_model_spec
 from torchtitan_dmuon.flops import num_flops_per_token, num_matmul_parameters
 from torchtitan_dmuon.initialization import seeded_init
 from torchtitan_dmuon.logging import logger

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.layers import Attention
 from torchtitan_dmuon import dmuon
-from torchtitan_dmuon.config import ConfigError, JobConfig
+from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
+from torchtitan_dmuon.families import Attention
 from torchtitan_dmuon.parallel import Meshes
 
 _BASE_GROUP = "base"
@@ -72,20 +72,20 @@ def group_parameters(model: nn.Module, tables: list[dict[str, Any]]) -> list[dic
     left = {dmuon.canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad}
     everything = list(left)
     groups = []
+    problems = Problems()
     for position, table in enumerate(tables):
-        names: dict[str, None] = {}
-        for pattern in table["patterns"]:
-            hits = fnmatch.filter(everything, pattern)
-            if not hits:
-                problem = f"table {position}: pattern {pattern!r} matches no trainable parameter of the model"
-                raise ConfigError("optimizer.param_groups", None, problem)
-            names |= dict.fromkeys(hits)
+        hits = {pattern: fnmatch.filter(everything, pattern) for pattern in table["patterns"]}
+        for pattern in (pattern for pattern, names in hits.items() if not names):
+            problem = f"table {position}: pattern {pattern!r} matches no trainable parameter of the model"
+            problems.add(ConfigError("optimizer.param_groups", None, problem))
+        names = dict.fromkeys(name for found in hits.values() for name in found)
         params = [left.pop(name) for name in names if name in left]
-        if not params:
+        if names and not params:
             problem = f"table {position}: every parameter of its patterns is in an earlier table: put it before those"
-            raise ConfigError("optimizer.param_groups", None, problem)
+            problems.add(ConfigError("optimizer.param_groups", None, problem))
         values = {name: value for name, value in table.items() if name != "patterns" and value is not None}
         groups.append({"group_name": f"group{position}", **values, "params": params})
+    problems.raise_if_any()
     if left or not tables:
         groups.append({"group_name": _BASE_GROUP, "params": list(left.values())})
     return groups

@@ -41,7 +41,8 @@ class Trainer:
         signals: what this process is told from outside; without it nothing.
 
     Raises:
-        ConfigError, DataError, CheckpointError, NonFiniteError: one line each, on every rank.
+        ConfigError: a line for each problem, on every rank.
+        DataError, CheckpointError, NonFiniteError: one line, on every rank.
     """
 
     def __init__(self, config: JobConfig, signals: SignalWatch | None = None) -> None:

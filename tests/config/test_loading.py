@@ -49,6 +49,9 @@ def test_command_line_over_toml_over_defaults(toml):
         (["--training.seq-len", "64"], "training.seq_len", 64),
         (["--lr-scheduler.warmup-steps=7"], "lr_scheduler.warmup_steps", 7),
         (["--training.steps", "500", "--training.steps", "600"], "training.steps", 600),
+        (["--training.steps=1e4"], "training.steps", 10000),
+        (["--training.steps", "2.5E3"], "training.steps", 2500),
+        (["--dmuon.ns_restart_iterations", "1,2e0"], "dmuon.ns_restart_iterations", [1, 2]),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step", -1),
         (["--training.global_batch_size=-1"], "training.global_batch_size", -1),
         (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
@@ -60,6 +63,13 @@ def test_command_line_over_toml_over_defaults(toml):
         (["--dmuon.nesterov=False"], "dmuon.nesterov", False),
         (["--dmuon.include", "a.*", "b.*"], "dmuon.include", ["a.*", "b.*"]),
         (["--dmuon.include", "a.*,b.*"], "dmuon.include", ["a.*", "b.*"]),
+        (["--dmuon.include", '["a.*", "[bc].*"]'], "dmuon.include", ["a.*", "[bc].*"]),
+        (["--dmuon.exclude", '["a.*",', '"b.*"]'], "dmuon.exclude", ["a.*", "b.*"]),
+        (
+            ["--optimizer.param_groups", '[{patterns = ["a.*", "[bc].*"]}]'],
+            *("optimizer.param_groups", [{"patterns": ["a.*", "[bc].*"]}]),
+        ),
+        (["--dmuon.ns_restart_iterations", "[1, 2]"], "dmuon.ns_restart_iterations", [1, 2]),
         (["--compile.components="], "compile.components", []),
         (["--dmuon.adamw_lr", "none"], "dmuon.adamw_lr", None),
         (["--lr_scheduler.total_steps", "300"], "lr_scheduler.total_steps", 300),
@@ -84,6 +94,11 @@ def test_the_command_line_none_overrides_toml(toml):
     assert load_config([*argv, "--dmuon.adamw_lr", "none"]).dmuon.adamw_lr is None
 
 
+def test_a_toml_float_without_fraction_becomes_int(toml):
+    steps = load_config(toml("[training]\nsteps = 1e3\n")).training.steps
+    assert (steps, type(steps)) == (1000, int)
+
+
 def test_toml_int_becomes_float(toml):
     lr = load_config(toml("[optimizer]\nlr = 1\n")).optimizer.lr
     assert (lr, type(lr)) == (1.0, float)
@@ -105,7 +120,9 @@ def test_config_is_frozen_and_shares_no_lists():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--training.steps 1e3", "training.steps (command line): found '1e3', expected int >= 1"),
+        ("--training.steps 1.5", "training.steps (command line): found 1.5, expected int >= 1"),
+        ("--training.steps 1e400", "training.steps (command line): found inf, expected int >= 1"),
+        ("--dmuon.include [bc].*", "dmuon.include (command line): found '[bc].*', expected list of str"),
         ("--training.steps true", "training.steps (command line): found 'true', expected int >= 1"),
         ("--training.steps none", "training.steps (command line): found 'none', expected int >= 1"),
         ("--training.steps 0", "training.steps (command line): found 0, expected int >= 1"),
@@ -127,8 +144,8 @@ def test_config_is_frozen_and_shares_no_lists():
             "--compile.components model,optimizer",
             "compile.components (command line): found ['model', 'optimizer'], expected list of 'model', 'loss'",
         ),
-        ("--training.steps", "command line: argument --training.steps: expected one argument"),
-        ("--training.steps 5 6", "command line: found '6', expected --section.key value"),
+        ("--training.steps", "training.steps (command line): found no value, expected int >= 1"),
+        ("--training.steps 500 6", "command line: found '6', expected --section.key value"),
         ("-x", "command line: found '-x', expected --section.key value"),
         ("--", "command line: found '--', expected --section.key value"),
     ],
@@ -141,7 +158,7 @@ def test_refused_on_the_command_line(argv, message):
     ("text", "message"),
     [
         ("[training]\nsteps = true", "training.steps (c.toml): found True, expected int >= 1"),
-        ("[training]\nsteps = 1e3", "training.steps (c.toml): found 1000.0, expected int >= 1"),
+        ("[training]\nsteps = 1.5", "training.steps (c.toml): found 1.5, expected int >= 1"),
         ("[training]\nsteps = '5'", "training.steps (c.toml): found '5', expected int >= 1"),
         ("[training]\nsteps = {a = 1}", "training.steps (c.toml): found {'a': 1}, expected int >= 1"),
         ("[optimizer]\nlr = true", "optimizer.lr (c.toml): found True, expected float >= 0"),
@@ -182,12 +199,61 @@ def test_a_huge_integer_is_no_float(toml):
 
 def test_unreadable_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    missing = "job.config_file (command line): cannot read 'no.toml': No such file or directory"
+    missing = "job.config_file (command line): 'no.toml' does not exist"
     assert error_of(["--job.config_file", "no.toml"]) == missing
     folder = "job.config_file (command line): cannot read '.': Is a directory"
     assert error_of(["--job.config_file", "."]) == folder
     (tmp_path / "latin.toml").write_bytes(b"[job]\ndescription = '\xff'\n")
     assert error_of(["--job.config_file", "latin.toml"]).startswith("latin.toml: not valid TOML: 'utf-8' codec")
+
+
+# ---- several problems
+
+
+def lines_of(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as info:
+        load_config(argv)
+    assert str(info.value) == "\n".join(info.value.lines)
+    return info.value.lines
+
+
+def test_all_problems_are_told_at_once(toml):
+    argv = toml(
+        "[training]\nseq_len = 0\ntext = 3\n[dmuon]\nmode = 'z1'\n[checkpoint]\nlast_save_in_hf = true\n[validations]\n"
+    )
+    argv += ["--training.gc_freq", "--dmuon.y", "1", "2", "--optimizer.lr", "fast", "--job.description", "{x.y}"]
+    assert lines_of(argv) == [
+        "dmuon.y (command line): unknown key, nearest is dmuon.mode",
+        "training.gc_freq (command line): found no value, expected int >= 1",
+        "optimizer.lr (command line): found 'fast', expected float >= 0",
+        "training.text (c.toml): unknown key, nearest is training.text_key",
+        "validations (c.toml): unknown section, nearest is validation",
+        "training.seq_len (c.toml): found 0, expected int >= 1",
+        "dmuon.mode (c.toml): found 'z1', expected one of 'z2', 'z3'",
+        "job.description (command line): found placeholder {x.y}, expected {section.key} of a single value that is "
+        "set, outside [job]",
+        "checkpoint.last_save_in_hf (c.toml): found true, expected checkpoint.last_save_model_only = true with it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--training.steps none --lr_scheduler.warmup_steps 20000", "training.steps (command line): found 'none'"),
+        ("--lr_scheduler.warmup_step 5 --training.steps 10", "lr_scheduler.warmup_step (command line): unknown key"),
+        ("--checkpoint.enabled --checkpoint.load_only", "checkpoint.enabled (command line): unknown key"),
+    ],
+)
+def test_no_contradiction_is_told_of_a_key_that_has_a_problem(argv, message):
+    (line,) = lines_of(argv.split())
+    assert line.startswith(message)
+
+
+def test_an_unreadable_file_is_told_with_the_command_line_alone():
+    assert lines_of(["--job.config_file", "no.toml", "--optimizer.lr", "fast", "--training.steps", "1"]) == [
+        "optimizer.lr (command line): found 'fast', expected float >= 0",
+        "job.config_file (command line): 'no.toml' does not exist",
+    ]
 
 
 # ---- unknown and unsupported names

@@ -18,16 +18,16 @@ def test_run_train_with_an_exported_cdpath(tmp_path):
         (folder / "scripts").mkdir(parents=True)
         (folder / "conf.toml").touch()
         (folder / "scripts" / "setup.sh").write_text(f"PYTHON={folder}/python\n")
-        (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$@"\nexit 3\n')
+        (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$@" >&2\nexit 3\n')
         (folder / "python").chmod(0o755)
     shutil.copy(ROOT / "run_train.sh", there)
     environment = {**os.environ, "CDPATH": f"{tmp_path}/decoy", "CONFIG_FILE": "there/conf.toml"}
     done = subprocess.run(
         ["bash", "there/run_train.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 3, done.stderr
-    assert done.stdout.splitlines() == [
-        *(str(there), "-m", "torchtitan_dmuon.config", "--job.config_file", f"{there}/conf.toml")
+    assert done.returncode == 3, done.stdout
+    assert done.stderr.splitlines() == [
+        *(str(there), "-m", "torchtitan_dmuon.preflight", "--job.config_file", f"{there}/conf.toml")
     ]
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from models import HFNameMap
 from torchtitan_dmuon.checkpoint.directory import sync_folder, write_durably
+from torchtitan_dmuon.families import HFNameMap
 
 _MAX_SHARD_BYTES = 5 << 30  # as transformers does
 

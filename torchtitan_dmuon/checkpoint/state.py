@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import HFNameMap, get_model_args, get_model_spec
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, CheckpointError
 from torchtitan_dmuon.config import JobConfig, config_to_toml
+from torchtitan_dmuon.families import HFNameMap, get_model_args, get_model_spec
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ imported, so a config is checked in milliseconds. What a key does to a run lives
 """
 
 from torchtitan_dmuon.config.job_config import JobConfig
-from torchtitan_dmuon.config.key import ConfigError
-from torchtitan_dmuon.config.loading import config_to_dict, config_to_toml, load_config
+from torchtitan_dmuon.config.key import ConfigError, Problems
+from torchtitan_dmuon.config.loading import config_to_dict, config_to_toml, load_config, read_config
 
-__all__ = ["ConfigError", "JobConfig", "config_to_dict", "config_to_toml", "load_config"]
+__all__ = ["ConfigError", "JobConfig", "Problems", "config_to_dict", "config_to_toml", "load_config", "read_config"]

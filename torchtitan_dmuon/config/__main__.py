@@ -1,7 +1,7 @@
 """`python -m torchtitan_dmuon.config [--section.key value ...]`: check a config without starting a run.
 
-Exits 0 when it is valid (with `--job.print_config` the resolved TOML is printed); otherwise prints one
-`error:` line to stderr and exits 1.
+Exits 0 when it is valid (with `--job.print_config` the resolved TOML is printed); otherwise prints an `error:` line
+for each problem to stderr and exits 1. Model, data and folders are not looked at: `torchtitan_dmuon.preflight` does.
 """
 
 import sys
@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(argv)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return 1
     if config.job.print_config:
         print(config_to_toml(config), end="")

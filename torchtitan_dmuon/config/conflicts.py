@@ -16,23 +16,25 @@ def schedule_conflicts(warmup_steps: int, total_steps: int, decay_ratio: float |
         yield "lr_scheduler.decay_ratio", f"found {decay_ratio}, expected 0 to 1"
 
 
-def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong between keys that are each valid alone, as (key, problem) pairs."""
+def conflicts(config: JobConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is wrong between keys that are each valid alone: the keys it is about, first the one to be named, and the
+    problem."""
     schedule, training, profiling = config.lr_scheduler, config.training, config.profiling
     total_steps = training.steps if schedule.total_steps is None else schedule.total_steps
-    yield from schedule_conflicts(schedule.warmup_steps, total_steps, schedule.decay_ratio)
+    for key, problem in schedule_conflicts(schedule.warmup_steps, total_steps, schedule.decay_ratio):
+        yield (key, "lr_scheduler.total_steps", "training.steps"), problem
 
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
         expected = f"at least profiler_warmup + profiler_active = {cycle}"
-        yield "profiling.profile_freq", f"found {profiling.profile_freq}, expected {expected}"
+        yield ("profiling.profile_freq", "profiling"), f"found {profiling.profile_freq}, expected {expected}"
 
     yield from _checkpoint_conflicts(config)
 
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) >= 1):
         problem = f"found {option!r}, expected 'op' or a positive integer as a string"
-        yield "activation_checkpoint.selective_ac_option", problem
+        yield ("activation_checkpoint.selective_ac_option",), problem
 
     used = [("training", training)] + ([("validation", config.validation)] if config.validation.enable else [])
     for section, data in used:
@@ -40,7 +42,7 @@ def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
             found = "none" if data.dataset_path is None else repr(data.dataset_path)
             expected = "none" if data.dataset == "stdlib" else "a glob or folder"
             problem = f"found {found}, expected {expected} because {section}.dataset is {data.dataset!r}"
-            yield f"{section}.dataset_path", problem
+            yield (f"{section}.dataset_path", f"{section}.dataset"), problem
 
     loader = training.dataloader
     for name, value in (
@@ -48,10 +50,8 @@ def conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
         ("prefetch_factor", loader.prefetch_factor),
     ):
         if value and loader.num_workers == 0:
-            yield (
-                f"training.dataloader.{name}",
-                f"found {value}, expected training.dataloader.num_workers > 0 with it",
-            )
+            keys = (f"training.dataloader.{name}", "training.dataloader.num_workers")
+            yield keys, f"found {value}, expected training.dataloader.num_workers > 0 with it"
 
 
 # What a run starts from and what it writes: left out of a run without checkpoints, this would go unnoticed. How and how
@@ -63,27 +63,26 @@ _NEEDS_CHECKPOINTS = (
 )
 
 
-def _checkpoint_conflicts(config: JobConfig) -> Iterator[tuple[str, str]]:
+def _checkpoint_conflicts(config: JobConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         for name in _NEEDS_CHECKPOINTS:
             if (value := vars(checkpoint)[name]) != KEYS[f"checkpoint.{name}"].default:
-                yield f"checkpoint.{name}", f"found {value!r}, expected checkpoint.enable = true with it"
+                keys = (f"checkpoint.{name}", "checkpoint.enable")
+                yield keys, f"found {value!r}, expected checkpoint.enable = true with it"
     if checkpoint.load_only and checkpoint.create_seed_checkpoint:
-        yield "checkpoint.create_seed_checkpoint", "found true, expected checkpoint.load_only = false with it"
+        keys = ("checkpoint.create_seed_checkpoint", "checkpoint.load_only")
+        yield keys, "found true, expected checkpoint.load_only = false with it"
     if checkpoint.initial_load_in_hf:
         if not checkpoint.initial_load_model_only:
-            yield (
-                "checkpoint.initial_load_model_only",
-                "found false, expected true because HuggingFace folders hold only weights (initial_load_in_hf)",
-            )
+            problem = "found false, expected true because HuggingFace folders hold only weights (initial_load_in_hf)"
+            yield ("checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf"), problem
         if checkpoint.initial_load_path is None and config.model.hf_assets_path is None:
-            yield (
-                "checkpoint.initial_load_in_hf",
-                "found true, expected a folder in checkpoint.initial_load_path or model.hf_assets_path",
-            )
+            keys = ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path", "model.hf_assets_path")
+            yield keys, "found true, expected a folder in checkpoint.initial_load_path or model.hf_assets_path"
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
-        yield "checkpoint.last_save_in_hf", "found true, expected checkpoint.last_save_model_only = true with it"
+        keys = ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only")
+        yield keys, "found true, expected checkpoint.last_save_model_only = true with it"
     if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
         problem = f"found {checkpoint.export_dtype!r}, expected checkpoint.last_save_model_only = true with it"
-        yield "checkpoint.export_dtype", problem
+        yield ("checkpoint.export_dtype", "checkpoint.last_save_model_only"), problem

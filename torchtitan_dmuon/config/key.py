@@ -3,6 +3,7 @@
 The keys themselves are in `job_config`.
 """
 
+import contextlib
 import difflib
 import math
 import os
@@ -13,11 +14,67 @@ from typing import Any, get_args, get_origin
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: always one line, naming the key and where its value came from."""
+    """A configuration that cannot be used.
+
+    Attributes:
+        lines: one a problem, each naming the key and where its value came from. The message is all of them.
+        keys: those with a problem.
+    """
 
     def __init__(self, key: str | None, source: str | None, problem: str):
         where = f"{key} ({source})" if key and source else key or source
-        super().__init__(f"{where}: {problem}".replace("\r", "\\r").replace("\n", "\\n"))
+        self.lines = [f"{where}: {problem}".replace("\r", "\\r").replace("\n", "\\n")]
+        self.keys = {key} if key else set()
+        super().__init__(self.lines[0])
+
+    @classmethod
+    def of(cls, lines: list[str], keys: set[str]) -> "ConfigError":
+        """Several problems at once."""
+        error = cls.__new__(cls)
+        error.lines, error.keys, error.args = lines, keys, ("\n".join(lines),)
+        return error
+
+
+class Problems:
+    """The problems of one configuration, collected so that the user is told all of them at once.
+
+    Attributes:
+        lines: one a problem.
+        keys: keys and sections with a problem. The configuration has the default of each, so that nothing can be said
+            about what depends on one.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.keys: set[str] = set()
+
+    def add(self, error: ValueError) -> None:
+        """Note a ConfigError, or another error of one line."""
+        self.lines += error.lines if isinstance(error, ConfigError) else [" ".join(str(error).split())]
+        self.keys |= error.keys if isinstance(error, ConfigError) else set()
+
+    @contextlib.contextmanager
+    def collect(self, *others: type[ValueError]) -> Iterator[None]:
+        """Note what the block raises: a ConfigError, or one of ``others``."""
+        try:
+            yield
+        except (ConfigError, *others) as error:
+            self.add(error)
+
+    def sound(self, *keys: str) -> bool:
+        """Whether none of these keys has a problem; a section stands for its keys."""
+        return not any(
+            key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for key in keys for bad in self.keys
+        )
+
+    def error(self) -> ConfigError:
+        """One error of all problems."""
+        return ConfigError.of(self.lines, self.keys)
+
+    def raise_if_any(self) -> None:
+        """Raise one ConfigError of all problems."""
+        if self.lines:
+            raise self.error()
 
 
 def key(default: Any, help: str, *, compare: bool = True, **rules: Any) -> Any:
@@ -80,15 +137,15 @@ class KeySpec:
         return text + (", or none" if self.optional else "")
 
     def check(self, value: Any) -> Any:
-        """Return `value` in this key's type (an int becomes a float).
+        """Return `value` in this key's type (an int becomes a float, and a float without fraction, as 1e4, an int).
 
         Raises:
             ValueError: it is not allowed; the message says what was found and what is expected.
         """
-        if self.type is float and type(value) is int:
-            value = float(value) if abs(value) <= sys.float_info.max else math.inf
-        if self.item is float and type(value) is list:
-            value = [float(item) if type(item) is int else item for item in value]
+        if type(value) is list:
+            value = [_converted(self.item, item) for item in value]
+        else:
+            value = _converted(self.type, value)
         if self.table is not None and type(value) is list and all(type(item) is dict for item in value):
             return [self._check_table(position, item) for position, item in enumerate(value)]
         for text in value if type(value) is list else [value]:
@@ -154,6 +211,15 @@ class KeySpec:
             if spec.default is None and not spec.optional and name not in checked:
                 raise ValueError(f"table {position}: {name} is missing, expected {spec.expected()}")
         return checked
+
+
+def _converted(kind: type, value: Any) -> Any:
+    """An int as a float where a float is expected; a float without fraction, as 1e4, as an int where an int is."""
+    if kind is float and type(value) is int:
+        return float(value) if abs(value) <= sys.float_info.max else math.inf
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    return value
 
 
 def key_specs(cls: type, prefix: str) -> Iterator[KeySpec]:

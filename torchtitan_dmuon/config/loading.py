@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torchtitan_dmuon.config.conflicts import conflicts
 from torchtitan_dmuon.config.job_config import KEYS, SECTIONS, JobConfig
-from torchtitan_dmuon.config.key import ConfigError, KeySpec
+from torchtitan_dmuon.config.key import ConfigError, KeySpec, Problems
 from torchtitan_dmuon.config.unsupported import UNSUPPORTED
 
 try:
@@ -35,33 +35,52 @@ def load_config(argv: list[str]) -> JobConfig:
 
     Raises:
         ConfigError: anything unknown, unsupported, of the wrong type, out of range or contradictory, and a
-            file that cannot be read; always one line.
+            file that cannot be read; one line for each of them.
         SystemExit: with status 0, after printing the help that `--help` asks for.
     """
-    arguments = _parse_command_line(argv)
-    layers = [(_COMMAND_LINE, arguments)]
-    config_file = arguments.get("job.config_file")
-    if config_file is not None:
-        config_file = _expanded("job.config_file", config_file, _COMMAND_LINE)
-        layers.insert(0, (config_file, _read_toml(config_file)))
+    config, problems = read_config(argv)
+    problems.raise_if_any()
+    return config
+
+
+def read_config(argv: list[str]) -> tuple[JobConfig, Problems]:
+    """As `load_config`, for a caller that has more to check: returns what is wrong beside a configuration in which
+    every key with a problem has its default. Raises ConfigError when the file cannot be read."""
+    problems = Problems()
+    arguments = _parse_command_line(argv, problems)
+    given = {_COMMAND_LINE: _checked(arguments, _COMMAND_LINE, problems)}
+    if (config_file := given[_COMMAND_LINE].get("job.config_file")) is not None:
+        try:
+            table = _read_toml(config_file)
+        except ConfigError as error:  # without the file, every default would look like a mistake
+            problems.add(error)
+            raise problems.error() from None
+        given = {config_file: _checked(_flatten_toml(table, "", config_file, problems), config_file, problems), **given}
 
     values = {name: spec.default for name, spec in KEYS.items()}
     sources = dict.fromkeys(KEYS, "default")
-    for source, layer in layers:
-        for name, value in layer.items():
-            try:
-                values[name] = KEYS[name].check(value)
-            except ValueError as error:
-                raise ConfigError(name, source, str(error)) from None
-            sources[name] = source
-
+    for source, layer in given.items():
+        values |= layer
+        sources |= dict.fromkeys(layer, source)
     for name in _TEMPLATES:
-        values[name] = _fill_placeholders(name, values, sources[name])
-    values = {name: _expanded(name, value, sources[name]) for name, value in values.items()}
+        with problems.collect():
+            values[name] = _fill_placeholders(name, values, sources[name])
     config = _build(JobConfig, "", values)
-    for name, problem in conflicts(config):
-        raise ConfigError(name, sources[name], problem)
-    return config
+    for keys, problem in conflicts(config):
+        if problems.sound(*keys):
+            problems.add(ConfigError(keys[0], sources[keys[0]], problem))
+    return config, problems
+
+
+def _checked(layer: dict[str, Any], source: str, problems: Problems) -> dict[str, Any]:
+    """The valid values of a layer, in the types of their keys and with `~` expanded."""
+    values = {}
+    for name, value in layer.items():
+        try:
+            values[name] = KEYS[name].expand(KEYS[name].check(value))
+        except ValueError as error:
+            problems.add(ConfigError(name, source, str(error)))
+    return values
 
 
 def config_to_dict(config: JobConfig) -> dict[str, Any]:
@@ -111,16 +130,15 @@ def _build_parser() -> _Parser:
         for spec in KEYS.values():
             if spec.section == section:
                 text = f"{spec.help} ({spec.expected()}; default {_toml_value(spec.default)})"
-                nargs: dict[str, Any] = {}
-                if spec.type is bool:
-                    nargs = {"nargs": "?", "const": "true"}
-                elif spec.type is list:
+                # A key without a value is told with all other problems; argparse would end at the first.
+                nargs: dict[str, Any] = {"nargs": "?", "const": "true" if spec.type is bool else None}
+                if spec.type is list:
                     nargs = {"nargs": "*"}
                 group.add_argument(f"--{spec.name}", metavar=spec.type.__name__, help=text.replace("%", "%%"), **nargs)
     return parser
 
 
-def _parse_command_line(argv: list[str]) -> dict[str, Any]:
+def _parse_command_line(argv: list[str], problems: Problems) -> dict[str, Any]:
     """The keys given on the command line, with values converted as far as their text allows."""
     words: list[str] = []
     for word in argv:
@@ -132,24 +150,30 @@ def _parse_command_line(argv: list[str]) -> dict[str, Any]:
         else:
             words.append(word)
     namespace, rest = _build_parser().parse_known_args(words)
-    if rest:
-        name = rest[0][2:].partition("=")[0]
-        if rest[0].startswith("--") and name:
-            raise _unknown(name, _COMMAND_LINE, KEYS)
-        raise ConfigError(None, _COMMAND_LINE, f"found {rest[0]!r}, expected --section.key value")
-    return {name: _from_text(KEYS[name], text) for name, text in vars(namespace).items()}
+    of_unknown_key = False
+    for word in rest:
+        name, equals, _ = word[2:].partition("=")
+        if word.startswith("--") and name:
+            problems.add(_unknown(name, _COMMAND_LINE, KEYS))
+            of_unknown_key = not equals
+        elif not of_unknown_key:  # its values are no problems of their own
+            problems.add(ConfigError(None, _COMMAND_LINE, f"found {word!r}, expected --section.key value"))
+    for name in [name for name, text in vars(namespace).items() if text is None]:
+        problems.add(ConfigError(name, _COMMAND_LINE, f"found no value, expected {KEYS[name].expected()}"))
+    return {name: _from_text(KEYS[name], text) for name, text in vars(namespace).items() if text is not None}
 
 
 def _from_text(spec: KeySpec, text: str | list[str]) -> Any:
-    """Convert command-line text to the key's type; what does not convert is left for `check` to refuse."""
+    """Convert command-line text to the key's type. Text that does not convert is left for `check` to refuse."""
     if spec.optional and (text[0] if isinstance(text, list) and len(text) == 1 else text) in ("none", "None"):
         return None
-    if spec.table is not None:  # TOML, as [{patterns = ["*.wq.*"], lr = 1e-3}]
-        try:
-            return tomllib.loads(f"tables = {' '.join(text) or '[]'}")["tables"]
-        except ValueError:
-            return " ".join(text)
     if isinstance(text, list):
+        line = " ".join(text).strip()
+        if line.startswith("[") or spec.table is not None:  # as in a file; a glob that starts with [ needs this form
+            try:
+                return tomllib.loads(f"list = {line or '[]'}")["list"]
+            except ValueError:
+                return line
         return [_number(spec.item, item) for word in text for item in word.split(",") if item]
     if spec.type is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
@@ -157,10 +181,11 @@ def _from_text(spec: KeySpec, text: str | list[str]) -> Any:
 
 
 def _number(kind: type, text: str) -> Any:
-    """`text` as an int or float if it is to be one and can be."""
+    """`text` as a number if `kind` is one and the text can be; 1e4 is a float, which `check` takes for an int."""
     if kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
+        for number in (kind, float):
+            with contextlib.suppress(ValueError):
+                return number(text)
     return text
 
 
@@ -168,32 +193,32 @@ def _number(kind: type, text: str) -> Any:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
+    """The tables of a file. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            table = tomllib.load(file)
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError("job.config_file", _COMMAND_LINE, f"{path!r} does not exist") from None
     except OSError as error:
-        problem = f"cannot read {path!r}: {error.strerror}"
-        raise ConfigError("job.config_file", _COMMAND_LINE, problem) from None
+        raise ConfigError("job.config_file", _COMMAND_LINE, f"cannot read {path!r}: {error.strerror}") from None
     except ValueError as error:  # TOML syntax, or bytes that are not UTF-8
         raise ConfigError(None, path, f"not valid TOML: {error}") from None
-    values = _flatten_toml(table, "", path)
-    if "job.config_file" in values:
-        raise ConfigError("job.config_file", path, "expected on the command line only")
-    return values
 
 
-def _flatten_toml(table: dict[str, Any], prefix: str, source: str) -> dict[str, Any]:
+def _flatten_toml(table: dict[str, Any], prefix: str, source: str, problems: Problems) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in table.items():
         path = prefix + name
-        if "." in name or (path not in KEYS and path not in SECTIONS):
-            raise _unknown(path, source, SECTIONS if isinstance(value, dict) else KEYS)
-        if path in KEYS:
+        if path == "job.config_file":
+            problems.add(ConfigError(path, source, "expected on the command line only"))
+        elif "." in name or (path not in KEYS and path not in SECTIONS):
+            problems.add(_unknown(path, source, SECTIONS if isinstance(value, dict) else KEYS))
+        elif path in KEYS:
             values[path] = value
         elif isinstance(value, dict):
-            values |= _flatten_toml(value, f"{path}.", source)
+            values |= _flatten_toml(value, f"{path}.", source, problems)
         else:
-            raise ConfigError(path, source, f"found {value!r}, expected a table [{path}]")
+            problems.add(ConfigError(path, source, f"found {value!r}, expected a table [{path}]"))
     return values
 
 
@@ -208,7 +233,9 @@ def _unknown(path: str, source: str, known: dict[str, Any]) -> ConfigError:
     pool = [name for name in known if name.rpartition(".")[2] == parts[-1]] or list(known)
     nearest = difflib.get_close_matches(path, pool, n=1, cutoff=0.0)[0]
     kind = "section" if known is SECTIONS else "key"
-    return ConfigError(path, source, f"unknown {kind}, nearest is {nearest}")
+    error = ConfigError(path, source, f"unknown {kind}, nearest is {nearest}")
+    error.keys.add(nearest)  # its default is probably not what the user wants
+    return error
 
 
 def _toml_value(value: Any) -> str:
@@ -236,13 +263,6 @@ def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
         value = _build(SECTIONS[path], f"{path}.", values) if path in SECTIONS else values[path]
         arguments[field.name] = list(value) if isinstance(value, list) else value
     return cls(**arguments)
-
-
-def _expanded(name: str, value: Any, source: str) -> Any:
-    try:
-        return KEYS[name].expand(value)
-    except ValueError as error:
-        raise ConfigError(name, source, str(error)) from None
 
 
 def _fill_placeholders(name: str, values: dict[str, Any], source: str) -> str:

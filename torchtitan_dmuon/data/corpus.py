@@ -57,9 +57,13 @@ def find_files(pattern: str, suffix: str, *, key: str) -> tuple[Path, ...]:
     if not files and path.is_file():  # a name with glob characters in it
         files = [path]
     if not files:
-        kind = f"folder holds no '*{suffix}' file" if path.is_dir() else "matches no file"
+        problem = "matches no file"
+        if path.is_dir():
+            problem = f"folder holds no '*{suffix}' file"
+        elif glob.escape(pattern) == pattern:
+            problem = "does not exist"
         raise DataError(
-            f"{key} = {pattern!r}: {kind}; give a file, a folder or a glob such as 'data/*{suffix or '.txt'}'"
+            f"{key} = {pattern!r}: {problem}; give a file, a folder or a glob such as 'data/*{suffix or '.txt'}'"
         )
     return tuple(files)
 

@@ -83,9 +83,11 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise ImportError(
-                f"reading the tokenizer {path} needs the package 'tokenizers': pip install torchtitan_dmuon[hf]"
+                f"reading the tokenizer {path} needs the package 'tokenizers': pip install tokenizers"
             ) from error
         given = Path(path).expanduser()
+        if not given.exists():
+            raise DataError(f"{given} does not exist: give a tokenizer.json, or the folder that holds one")
         file = given / "tokenizer.json" if given.is_dir() else given
         if not file.is_file():
             raise DataError(f"no tokenizer at {file}: give a tokenizer.json, or the folder that holds one")

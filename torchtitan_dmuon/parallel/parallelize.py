@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from models import ModelSpec
-from models.layers import Attention
 from torchtitan_dmuon import dmuon
-from torchtitan_dmuon.config import ConfigError, JobConfig
+from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
 from torchtitan_dmuon.config.job_config import Compile, DMuon, Parallelism, Training
+from torchtitan_dmuon.families import Attention, ModelSpec
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_dmuon.parallel.dims import Meshes
@@ -72,26 +71,28 @@ def plan_dedication(model: nn.Module, config: DMuon) -> dict[str, dmuon.Decision
         ConfigError: a pattern that matches nothing, a parameter included that is no matrix, or nothing left for Muon.
     """
     decisions = dmuon.classify(model, config.min_matrix_dim)
+    problems = Problems()
     for key, patterns in (("include", config.include), ("exclude", config.exclude)):
         for pattern in patterns:
             hits = fnmatch.filter(decisions, pattern)
             if not hits:
-                raise ConfigError(f"dmuon.{key}", None, f"{pattern!r} matches no parameter of the model")
+                problems.add(ConfigError(f"dmuon.{key}", None, f"{pattern!r} matches no parameter of the model"))
             decision = dmuon.Decision(key == "include", f"dmuon.{key} {pattern!r}")
             decisions |= dict.fromkeys(hits, decision)
     # Checked last: an exclusion may take back a parameter that an inclusion matched.
-    for name, param in model.named_parameters():
-        if decisions[name].muon and param.ndim not in (2, 3):
-            raise ConfigError(
-                "dmuon.include",
-                None,
-                f"{name} is no matrix (shape {list(param.shape)}) and Muon takes only matrices: narrow the pattern or "
-                "name it in dmuon.exclude",
-            )
-    if not any(decision.muon for decision in decisions.values()):
+    wrong = {name: p for name, p in model.named_parameters() if decisions[name].muon and p.ndim not in (2, 3)}
+    for name, param in wrong.items() if problems.sound("dmuon.exclude") else ():
+        problem = (
+            f"{name} is no matrix (shape {list(param.shape)}) and Muon takes only matrices: narrow the pattern or name "
+            "it in dmuon.exclude"
+        )
+        problems.add(ConfigError("dmuon.include", None, problem))
+        break  # a wide pattern has one in every layer
+    if not any(decision.muon for decision in decisions.values()) and problems.sound("dmuon.include"):
         key = "dmuon.exclude" if config.exclude else "dmuon.min_matrix_dim"
         problem = "no parameter of the model is left for Muon: loosen it, or set optimizer.name to AdamW"
-        raise ConfigError(key, None, problem)
+        problems.add(ConfigError(key, None, problem))
+    problems.raise_if_any()
     return decisions
 
 
