@@ -219,17 +219,17 @@ def lines_of(argv: list[str]) -> list[str]:
 
 def test_all_problems_are_told_at_once(toml):
     argv = toml(
-        "[training]\nseq_len = 0\ntext = 3\n[dmuon]\nmode = 'z1'\n[checkpoint]\nlast_save_in_hf = true\n[validations]\n"
+        "[training]\nseq_len = 0\ntext = 3\n[dmuon]\nclip = 'x'\n[checkpoint]\nlast_save_in_hf = true\n[validations]\n"
     )
     argv += ["--training.gc_freq", "--dmuon.y", "1", "2", "--optimizer.lr", "fast", "--job.description", "{x.y}"]
     assert lines_of(argv) == [
-        "dmuon.y (command line): unknown key, nearest is dmuon.mode",
+        "dmuon.y (command line): unknown key, nearest is dmuon.clip",
         "training.gc_freq (command line): found no value, expected int >= 1",
         "optimizer.lr (command line): found 'fast', expected float >= 0",
         "training.text (c.toml): unknown key, nearest is training.text_key",
         "validations (c.toml): unknown section, nearest is validation",
         "training.seq_len (c.toml): found 0, expected int >= 1",
-        "dmuon.mode (c.toml): found 'z1', expected one of 'z2', 'z3'",
+        "dmuon.clip (c.toml): found 'x', expected one of 'joint', 'buckets'",
         "job.description (command line): found placeholder {x.y}, expected {section.key} of a single value that is "
         "set, outside [job]",
         "checkpoint.last_save_in_hf (c.toml): found true, expected checkpoint.last_save_model_only = true with it",

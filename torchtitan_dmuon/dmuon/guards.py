@@ -34,7 +34,7 @@ def guard(model: nn.Module, runtime: Runtime) -> None:
 
 
 def _zero_grad(model: nn.Module, runtime: Runtime, set_to_none: bool = True) -> None:
-    runtime.zero_grad()
+    runtime.schedule.drop_gradients()
     type(model).zero_grad(model, set_to_none)
 
 

@@ -60,10 +60,8 @@ class Muon(NamedState):
         cautious_weight_decay: matrices decay only where the update does not oppose it (Chen et al., arXiv 2510.12402).
         qk_clip: a ``QKClip``, which bounds attention logits after every update.
         adamw_implementation: ``fused``, ``foreach`` or ``for-loop``.
-        gradients_reduced_elsewhere: the caller averages the gradients of parameters that are neither dedicated nor
-            sharded; parameters of a ``DistributedDataParallel`` inside ``model`` need no word.
-        replicate_async: new weights travel to replicas and tensor-parallel shards while the next step begins; else
-            ``step`` waits for them. Bitwise the same.
+        gradients_reduced_elsewhere: the caller averages gradients of parameters without owner, shards or DDP.
+        replicate_async: new weights travel to replicas and tensor-parallel shards while the next step begins.
 
     Raises:
         ValueError: a value out of range, or a parameter whose gradient nobody averages over the ranks.
@@ -142,16 +140,14 @@ class Muon(NamedState):
         self.runtime.check_usable("building the optimizer")
         for dp in self.runtime.params:
             if dp.spec.trainable != dp.param.requires_grad:
-                raise RuntimeError(
-                    f"{dp.fqn}: requires_grad is {dp.param.requires_grad} and was {dp.spec.trainable} when it was "
-                    "dedicated, for which everything is built; set it before dedicate_params"
-                )
+                told = f"requires_grad is {dp.param.requires_grad} and was {dp.spec.trainable} when it was dedicated"
+                raise RuntimeError(f"{dp.fqn}: {told}; set it before dedicate_params")
 
     def _lay_out(self) -> None:
         """Create the state of what this rank owns and set the order of its updates. The largest stack comes first, and
         what arrives last in backward comes last in its stack: the step begins meanwhile."""
-        for dp in self.dedicated:  # the state of no rank is empty, which PyTorch takes for an optimizer without steps
-            self.state[dp.param].update()
+        # The state of no rank is empty, which PyTorch would take for an optimizer that has made no step.
+        self.state.update((dp.param, {}) for dp in self.dedicated)
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         views: dict[tuple, list[MatrixView]] = defaultdict(list)
         adamw_pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
@@ -189,8 +185,8 @@ class Muon(NamedState):
 
         Args:
             closure: evaluated first, as in every PyTorch optimizer.
-            found_inf: 0-D float tensor on the device. Where it is not zero (NaN is not) nothing moves, without the host
-                having to know. Needs ``adamw_implementation="fused"``.
+            found_inf: 0-D float tensor on the device. Where it is not zero (or NaN) nothing moves, and the host does
+                not wait. Needs ``adamw_implementation="fused"``.
 
         Raises:
             ValueError: ``found_inf`` with an AdamW that is not fused.
@@ -237,7 +233,7 @@ class Muon(NamedState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: reduced, in flight, held back for accumulation, and of FSDP2 parameters."""
-        self.runtime.zero_grad()
+        self.runtime.schedule.drop_gradients()
         self._unscaled = False
         drop_fsdp_gradients(self._fsdp_modules)
         for group in self.param_groups:

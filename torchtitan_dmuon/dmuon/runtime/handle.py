@@ -135,9 +135,6 @@ class Runtime:
         if self.grid.device.type == "cuda":
             torch.cuda.synchronize(self.grid.device)
 
-    def zero_grad(self) -> None:
-        self.schedule.drop_gradients()
-
 
 def refuse_copy(name: str, *_: Any) -> NoReturn:
     raise RuntimeError(

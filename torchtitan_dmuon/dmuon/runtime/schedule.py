@@ -92,7 +92,8 @@ class UnitSchedule:
             return  # recomputation
         logger.debug("forward begins")
         self.settle()
-        self._release_all()
+        for unit in self.units:
+            self._release(unit)
         # A weight that autocast has cast in an earlier forward would get its gradient where that forward ran, after the
         # hooks of this one; and the casts would keep the memory that Z3 gives back.
         torch.clear_autocast_cache()
@@ -198,10 +199,6 @@ class UnitSchedule:
         else:
             unit.hide()
 
-    def _release_all(self) -> None:
-        for unit in self.units:
-            self._release(unit)
-
     # ---------------------------------------------------------------- backward
 
     def root_pre_backward(self, forward: ForwardPass | None = None) -> None:
@@ -264,8 +261,8 @@ class UnitSchedule:
         self._launch_complete_reductions()
         self.holds_back = not self.sync_gradients
         self.phase = Phase.IDLE
-        self._release_all()
         for unit in self.units:
+            self._release(unit)
             unit.expect_gradients()
 
     # ---------------------------------------------------------------- the gradients' way to their owners
