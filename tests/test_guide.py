@@ -17,29 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.support.harness import assert_same, full_weights, weights_of
+from tests.support.harness import GUIDE_TYPE_SPLIT, assert_same, full_weights, weights_of
 from tests.support.oracle import OracleMuon
 from tests.support.pool import distributed
 
 VOCAB, DIM, HIDDEN, LENGTH = 29, 20, 36, 7
-
-
-TYPE_SPLIT = {
-    "predicate": lambda n, p: p.requires_grad,
-    "param_policy": {
-        "defaults": {"route": "adamw", "param_dtype": torch.bfloat16},
-        "overrides": [
-            {
-                "name": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-                "set": {"route": "muon"},
-            },
-            {
-                "name": ["embed_tokens", "lm_head"],
-                "set": {"route": "sharded_adamw"},
-            },
-        ],
-    },
-}
 
 
 class Attention(nn.Module):
@@ -258,7 +240,7 @@ def test_the_guide_from_top_to_bottom(rank, world, hsdp):
 def test_semantic_groups_and_type_split_routing(rank, world, hsdp):
     # --- Type-split routing: everything dedicated, three routes, one dtype policy
     model = MyModel()
-    on_mesh(model, hsdp, world, **TYPE_SPLIT)
+    on_mesh(model, hsdp, world, **GUIDE_TYPE_SPLIT)
     routes = {dp.fqn: dp.spec.route for dp in dmuon.get_dedicated_params(model)}
     assert routes.keys() == {n for n, _ in MyModel().named_parameters()}
     assert routes["layers.0.self_attn.q_proj.weight"] == "muon"

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dmuon
-from tests.support.harness import assert_same, full_weights, weights_of
+from tests.support.harness import GUIDE_TYPE_SPLIT, assert_same, full_weights, weights_of
 from tests.support.meshes import mesh_of
 from tests.support.oracle import orthogonalize
 from tests.support.pool import distributed
-from tests.test_guide import TYPE_SPLIT
 
 pytest.importorskip("transformers", reason="these tests build models of transformers")
 
@@ -313,7 +312,7 @@ def test_the_guides_type_split_word_for_word(rank, world, family):
     has to match: Phi-3 has no ``q_proj``. A step equals one process that computes in bfloat16, too; after it, a weight
     between two bfloat16 numbers may round to either."""
     model, oracle, mesh = make(family), make(family), mesh_of(dp=world)
-    dmuon.dedicate_params(model, mesh, **TYPE_SPLIT)
+    dmuon.dedicate_params(model, mesh, **GUIDE_TYPE_SPLIT)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

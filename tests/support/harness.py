@@ -79,7 +79,23 @@ def all_routes(n, p):
     return True
 
 
-# The guide's routes by the type of a parameter.
+# The guide's type split, in its own words for a model with HuggingFace's names, and for the toy model.
+GUIDE_TYPE_SPLIT = {
+    "predicate": lambda n, p: p.requires_grad,
+    "param_policy": {
+        "defaults": {"route": "adamw", "param_dtype": torch.bfloat16},
+        "overrides": [
+            {
+                "name": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+                "set": {"route": "muon"},
+            },
+            {
+                "name": ["embed_tokens", "lm_head"],
+                "set": {"route": "sharded_adamw"},
+            },
+        ],
+    },
+}
 TYPE_SPLIT = {
     "defaults": {"route": "adamw"},
     "overrides": [
