@@ -155,7 +155,7 @@ def dedicate(family, world, mode="z3", **kwargs):
     model = make(family)
     names = selection(model)
     mesh = mesh_of(dp=world)
-    dmuon.dedicate_params(model, mesh, predicate=lambda n, p: n in names, mode=mode, **kwargs)
+    dmuon.dedicate_params(model, mesh, predicate=lambda n, p: n in names, reshard_after_forward=mode == "z3", **kwargs)
     for layer in model.get_submodule(FAMILIES[family][4]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
