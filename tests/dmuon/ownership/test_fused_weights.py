@@ -1,9 +1,11 @@
 """The table of fused and transposed weights, against what the models' own code does with them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from torchtitan_dmuon.dmuon.ownership.fused_weights import matrix_layouts
+from torchtitan_dmuon.dmuon.ownership import fused_weights
 
 transformers = pytest.importorskip("transformers", reason="these tests build models of transformers")
 
@@ -16,6 +18,14 @@ BASE = {
     "max_position_embeddings": 32,
 }
 GROUPED = {**BASE, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+
+
+def matrix_layouts(model):
+    """The found fields, and the defaults of the others."""
+    return {
+        fqn: SimpleNamespace(**{"stack": False, "transposed": False, "blocks": None, **layout})
+        for fqn, layout in fused_weights.matrix_layouts(model).items()
+    }
 
 
 def layouts_of(name, config):

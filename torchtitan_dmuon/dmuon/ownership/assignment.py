@@ -1,8 +1,6 @@
-"""Which rank owns which piece: the longest job first, each to the least loaded slot. Pure, the same on every process.
-
-Among equally loaded slots the pieces of one unit go to different owners, so that its broadcasts and reductions start
-from many ranks at once.
-"""
+"""Which rank owns which piece: the longest job first, each to the least loaded slot. Among equally loaded slots the
+pieces of one unit go to different owners, so that its broadcasts and reductions start from many ranks at once. Pure:
+every process gets the same result."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def assign(costs: Sequence[MatrixCost], num_slots: int) -> Assignment:
     flops, size = [0] * num_slots, [0] * num_slots
     unit_bytes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # unit -> slot -> bytes
     owner: dict[str, int] = {}
-    # Python's sort is stable: equal costs keep the model's order, so every process gets the same result.
+    # Python's sort is stable: equal costs keep the model's order.
     order = sorted(costs, key=lambda cost: (-cost.flops, -cost.bytes))
     for load, pieces in ((flops, [c for c in order if c.flops]), (size, [c for c in order if not c.flops])):
         slots = _SlotQueue(load, size)

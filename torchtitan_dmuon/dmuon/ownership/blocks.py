@@ -1,26 +1,14 @@
-"""Blocks: a fused weight (query, key and value; gate and up) seen as the matrices it holds.
-
-Each block is the rows (of a weight stored [in, out], the columns) of one matrix, which gets its own Newton-Schulz,
-scale and NorMuon statistics. Pure; ``fused_weights.py`` knows which weights of which models are fused.
-"""
+"""A fused weight (query, key and value; gate and up) seen as the matrices it holds: each block is the rows (of a weight
+stored [in, out], the columns) of one matrix, which gets its own Newton-Schulz, scale and NorMuon statistics. Pure;
+``fused_weights.py`` knows which weights of which models are fused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .spec import AXIS_NAMES, ROWS, Block, BlockSplit
-
-
-@dataclass(frozen=True)
-class MatrixLayout:
-    """How a weight holds its matrices: the three fields are those of :class:`ParamSpec`."""
-
-    stack: bool = False
-    transposed: bool = False
-    blocks: BlockSplit | None = None
 
 
 def split_sizes(sizes: Sequence[int], dim: int = ROWS) -> BlockSplit:

@@ -37,10 +37,8 @@ def hook_boundaries(
             if accepted and not is_bare_container(module):
                 return first_name[module]
         if strict:
-            raise ValueError(
-                f"{name}: hook_boundary_predicate accepts no module around it; widen the predicate or pass "
-                "hook_boundary_strict=False to hook such parameters at the root"
-            )
+            remedy = "widen the predicate or pass hook_boundary_strict=False to hook such parameters at the root"
+            raise ValueError(f"{name}: hook_boundary_predicate accepts no module around it; {remedy}")
         return ""
 
     found = {fqn: set(map(boundary_of, each)) for fqn, each in names.items()}

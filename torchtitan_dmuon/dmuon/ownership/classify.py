@@ -1,9 +1,6 @@
-"""The default predicate: which parameters of a model are matrices for Muon, and why the others are not.
-
-The class and the place of the module that holds a parameter decide, on the unsharded model; no substring of a name
-does. Pure: reads modules and shapes only. A *layer* is a repeated module, such as ``model.layers[3]``; the reasons that
-users read call it a block.
-"""
+"""The default predicate: which parameters of a model are matrices for Muon, and why the others are not. The class and
+the place of the module that holds a parameter decide, on the unsharded model; no substring of a name does. Pure. A
+*layer* is a repeated module, such as ``model.layers[3]``; the reasons that users read call it a block."""
 
 from __future__ import annotations
 
@@ -63,12 +60,8 @@ def is_bare_container(module: nn.Module) -> bool:
 
 
 def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str, Decision]:
-    """A decision for every parameter of ``model``, by canonical name, in ``named_parameters`` order.
-
-    Args:
-        model: not yet sharded.
-        min_matrix_dim: matrices whose smaller side is below this are left out.
-    """
+    """A decision for every parameter of ``model``, which is not sharded yet, by canonical name, in ``named_parameters``
+    order. Matrices whose smaller side is below ``min_matrix_dim`` are left out."""
     embeddings, layers = _embeddings_and_heads(model), _repeated_layers(model)
     shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     decisions = {}
@@ -111,17 +104,16 @@ def _repeated_layers(model: nn.Module) -> set[str]:
     for name, container in model.named_modules():
         if not isinstance(container, _CONTAINERS):
             continue
-        prefix = f"{name}." if name else ""
         # One module may stand in several places (shared layers).
         elements = {
-            f"{prefix}{key}": _unwrapped(element)
+            f"{name}.{key}".lstrip("."): _unwrapped(element)
             for key, element in container.named_modules(remove_duplicate=False)
-            if key and "." not in key and _has_parameters(element)
+            if key and "." not in key and any(True for _ in element.parameters())
         }
         candidates = {
             key: _kind(element)
             for key, element in elements.items()
-            if not is_bare_container(element) and any(map(_has_parameters, element.children()))
+            if not is_bare_container(element) and any(True for each in element.children() for _ in each.parameters())
         }
         is_list = not isinstance(container, nn.Sequential) and all(k.isdecimal() for k, _ in container.named_children())
         if is_list and len(candidates) == len(elements):
@@ -145,10 +137,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while inner := [child for name, child in module.named_children() if name in _WRAPPER_PARTS]:
         (module,) = inner
     return module
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def is_conv1d(module: nn.Module) -> bool:

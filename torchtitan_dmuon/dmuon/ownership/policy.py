@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import MatrixLayout
 from .classify import canonical_fqn
 from .decide import Selection
 from .spec import BlockSplit, ParamSpec
@@ -50,7 +49,7 @@ def resolve_specs(
     selection: Selection,
     param_policy: Mapping[str, Any] | None,
     route_hint_fn: Callable[[str, nn.Parameter], str | None] | None,
-    layouts: Mapping[str, MatrixLayout],
+    layouts: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, ParamSpec]:
     """Apply the rules to the selected parameters; a rule may use any name of a tied one.
 
@@ -59,9 +58,8 @@ def resolve_specs(
     scalar that ends on ``muon`` goes to ``adamw``, with a reason that says so, unless an override has named it exactly:
     then it is an error.
 
-    Raises:
-        ValueError: an unknown key, route or dtype; blocks that do not fit; an override that matches none of the
-            selected parameters; a shape or a dtype that the route cannot take; a dtype that no gradient can have.
+    Raises ValueError for an unknown key, route or dtype; blocks that do not fit; an override that matches none of the
+    selected parameters; a shape or a dtype that the route cannot take; a dtype that no gradient can have.
     """
     defaults, overrides = _parse(param_policy)
     specs: dict[str, ParamSpec] = {}
@@ -70,7 +68,7 @@ def resolve_specs(
     for fqn, param in selection.params.items():
         spec = ParamSpec(
             fqn, tuple(param.shape), "muon", param.requires_grad, param.dtype,
-            reason=selection.reasons[fqn], **vars(layouts.get(fqn, MatrixLayout())),
+            reason=selection.reasons[fqn], **layouts.get(fqn, {}),
         )  # fmt: skip
         specs[fqn] = spec = replace(spec, **defaults)
         if route_hint_fn is not None and (hint := route_hint_fn(fqn, param)) is not None:
@@ -158,10 +156,8 @@ def _check(key: str, value: Any, where: str) -> Any:
     if key in ("cast_forward_inputs", "stack", "transposed") and not isinstance(value, bool):
         raise ValueError(f"{where}: {key} must be True or False, got {value!r}")
     if key == "blocks" and not (value is None or callable(value) or isinstance(value, BlockSplit)):
-        raise ValueError(
-            f"{where}: blocks must be a split (dmuon.split_sizes, split_equal, split_heads, split_interleaved), a "
-            f"function of the shape, or None, got {value!r}"
-        )
+        splits = "dmuon.split_sizes, split_equal, split_heads, split_interleaved"
+        raise ValueError(f"{where}: blocks must be a split ({splits}), a function of the shape, or None, got {value!r}")
     return value
 
 

@@ -27,10 +27,8 @@ class Run:
 
 def runs_of(spec: ParamSpec, tp_dim: int | None, grid_shape: tuple[int, int, int]) -> list[Run]:
     """The runs of one parameter: itself, even runs of the experts of a stack, or the rows that all ranks share.
-
     ``tp_dim`` is the dimension that tensor parallelism shards; ``grid_shape`` is (replicate, shard, tp). Raises
-    ValueError for a stack whose experts tensor parallelism splits.
-    """
+    ValueError for a stack whose experts tensor parallelism splits."""
     if spec.route == "sharded_adamw":
         return _shared_rows(spec.shape[0], tp_dim, grid_shape)
     if spec.route == "muon" and len(spec.shape) == 3:
@@ -48,8 +46,7 @@ def _shared_rows(rows: int, tp_dim: int | None, grid_shape: tuple[int, int, int]
     The runs of one shard follow each other: every shard then sends one equal part of a unit's weights. Where tensor
     parallelism cuts the rows, each column's ranks own the column's rows, so that all shards of the column send.
     """
-    replicas, shards, columns = grid_shape
-    # Slots are counted replicate-major.
+    replicas, shards, columns = grid_shape  # slots are counted replicate-major
     slots = [
         [(replica * shards + shard) * columns + tp for shard in range(shards) for replica in range(replicas)]
         for tp in range(columns)

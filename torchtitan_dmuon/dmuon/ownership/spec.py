@@ -66,7 +66,7 @@ class ParamSpec:
         trainable: ``requires_grad`` when it was dedicated; a frozen parameter is broadcast but never reduced.
         param_dtype: of the weight in forward and backward.
         grad_dtype: in which gradients are accumulated and reduced.
-        master_dtype, optim_dtype: of the owner's weight and optimizer state.
+        master_dtype, optim_dtype: of the owner's weight and of the owner's optimizer state.
         output_dtype: floating outputs of the hook boundary are cast to it; ``None`` leaves them.
         cast_forward_inputs: floating inputs of the boundary are cast to ``param_dtype``; ``None``: only if a rule
             declared one ``param_dtype`` for the whole boundary.
