@@ -29,7 +29,7 @@ from torchtitan_dmuon.config.job_config import KEYS, ParamGroup
 from torchtitan_dmuon.config.key import KeySpec, key_specs
 
 DOCS = Path(__file__).parents[1] / "docs"
-ENGLISH = ["dmuon.md", "learning_rates.md"]
+ENGLISH = ["dmuon.md", "learning_rates.md", "migration.md"]
 DOCUMENTS = [f"{folder}{name}" for name in ENGLISH for folder in ("", "zh/")]
 REQUIRED = ("required", "必填")
 
@@ -133,6 +133,7 @@ def tables(name: str) -> dict[str, list[list[str]]]:
 def check_signature(path: str, rows: list[list[str]]) -> None:
     """Columns: name, type, default, meaning."""
     parameters = dict(inspect.signature(vars(dmuon)[path.removeprefix("dmuon.")]).parameters)
+    parameters.pop("unknown", None)  # takes what other libraries call so, and refuses it
     assert [row[0] for row in rows] == list(parameters), path
     for name, _, default, _ in rows:
         expected = parameters[name].default
