@@ -326,7 +326,7 @@ def test_default_restarts_follow_the_growth_of_errors(coefficients, restarts):
     "triples", [*TRIPLES.values(), [KJ] * 10, *(draw_triples(seed, 5 + seed) for seed in range(5))]
 )
 def test_gram_with_default_restarts_is_as_accurate_as_direct(triples):
-    """Within a factor of 12, in float32 and in float16, against float64; errors of R grow at tiny singular values.
+    """Within a factor of 2 in float32 and of 12 in float16, against float64; errors of R grow at tiny singular values.
     Without restarts the factor reaches 37 for ``kj``, 146 for ``polar_express``, and ten steps overflow."""
     newton_schulz = NewtonSchulz("gram", triples)
     stack = normalised(torch.stack([gaussian(48, 130, seed=7), ill_conditioned(48, 130)]))
@@ -336,9 +336,9 @@ def test_gram_with_default_restarts_is_as_accurate_as_direct(triples):
         result = form(stack.clone(), kernel).double() - expected
         return torch.linalg.matrix_norm(result) / torch.linalg.matrix_norm(expected)
 
-    for inputs, kernel in ((stack, Kernel()), (stack.half(), HalfKernel())):
+    for inputs, kernel, factor in ((stack, Kernel(), 2), (stack.half(), HalfKernel(), 12)):
         gram, direct = (errors(form, inputs, kernel) for form in (newton_schulz._gram, newton_schulz._direct))
-        assert (gram < 12 * direct).all(), (gram, direct)
+        assert (gram < factor * direct).all(), (gram, direct)
     assert torch.equal(newton_schulz(stack), newton_schulz._gram(normalised(stack), Kernel()))
 
 

@@ -36,8 +36,9 @@ _GRAM_MIN_ASPECT, _GRAM_MIN_ASPECT_SYMMETRIC = 1.5, 1.1
 _DIRECT_SQUARES, _GRAM_SQUARES = 2, 4
 
 # The Gram form restarts before an error of R has grown by more. float16 rounds to 2^-11, so an eigenvalue is then wrong
-# by 0.1 at most: one that should be 0 stays above -0.1, where the polynomials are close to those of 0.
-_MAX_GROWTH = 200
+# by 0.1 at most: one that should be 0 stays above -0.1, where the polynomials are close to those of 0. float32 runs where
+# exactness counts, not speed: half of that growth leaves the error of the direct form, all of it ten times that error.
+_MAX_GROWTH = {torch.float16: 200, torch.float32: 100}
 
 # Iterations of up to so many operations, 5 ms of a fast GPU, are recorded and replayed: the host may need longer
 # to launch their kernels.
@@ -93,15 +94,16 @@ COEFFICIENTS: dict[str, CoefficientSet] = {
 
 
 @functools.cache
-def safe_restarts(steps: Coefficients) -> tuple[int, ...]:
-    """Steps after which the Gram form computes R afresh: ``polar_express`` (2,), ten steps of ``kj`` (3, 6, 9).
+def safe_restarts(steps: Coefficients, dtype: torch.dtype = torch.float16) -> tuple[int, ...]:
+    """Steps after which the Gram form computes R afresh: ``polar_express`` (2,), ten steps of ``kj`` (3, 6, 9). In
+    float32 it does so more often, ``polar_express`` (2, 4): then it is as exact as the direct form.
 
     A step maps an eigenvalue r of R to r p(r)^2 with p(r) = a + b r + c r^2, multiplies the error that r has by the
     slope of that map, and adds a rounding. The largest error on a grid over [0, 1] decides.
     """
     restarts, points = [], [(i / 256, 1.0) for i in range(257)]  # (r, error of r in roundings)
     for index, (a, b, c) in enumerate(steps):
-        if not all(error <= _MAX_GROWTH for _, error in points):  # also where they diverge to NaN
+        if not all(error <= _MAX_GROWTH[dtype] for _, error in points):  # also where they diverge to NaN
             restarts.append(index)
             points = [(r, 1.0) for r, _ in points]
         polynomials = [(r, error, a + r * (b + r * c), b + 2 * r * c) for r, error in points]
@@ -145,18 +147,22 @@ class NewtonSchulz:
             raise ValueError(f"Newton-Schulz backend must be one of {BACKENDS}, got {backend!r}")
         self.backend = backend
         self.name, self.coefficients, direct_only = _chosen(coefficients, steps)
+        exact: tuple[int, ...] | None = None  # of float32, where they are not given
         if restart_iterations is None:
             if backend == "gram" and direct_only:
                 raise ValueError(
                     f"coefficient set {self.name!r} has no restart that keeps the Gram form accurate: use "
                     "backend='direct' or give restart_iterations"
                 )
-            restart_iterations = safe_restarts(self.coefficients)
+            restart_iterations, exact = (safe_restarts(self.coefficients, dtype) for dtype in _MAX_GROWTH)
         elif any(not 0 < at < self.steps for at in restart_iterations):
             raise ValueError(f"restart_iterations must lie between 1 and {self.steps - 1}, got {restart_iterations}")
         self.restarts = tuple(sorted(set(restart_iterations)))
-        # The steps between two restarts.
-        self._segments = [self.coefficients[a:b] for a, b in itertools.pairwise((0, *self.restarts, self.steps))]
+        # By dtype: the steps between two restarts.
+        self._segments = {
+            dtype: [self.coefficients[a:b] for a, b in itertools.pairwise((0, *restarts, self.steps))]
+            for dtype, restarts in ((torch.float16, self.restarts), (torch.float32, exact or self.restarts))
+        }
         self.kernel = check_kernel(kernel)
         self.deterministic = deterministic
         self._replay = Replay() if replay else None
@@ -181,18 +187,20 @@ class NewtonSchulz:
         min_aspect = _GRAM_MIN_ASPECT_SYMMETRIC if symmetric else _GRAM_MIN_ASPECT
         return self.backend == "gram" and max(m, n) > min_aspect * min(m, n)
 
-    def _count(self, m: int, n: int, symmetric: bool) -> int:
+    def _count(self, m: int, n: int, symmetric: bool, dtype: torch.dtype = torch.float16) -> int:
         s, wide = min(m, n), max(m, n)
         full, product = 2 * s * s, s * s if symmetric else 2 * s * s  # times the inner dimension
         if not self._takes_gram(m, n, symmetric):
             return self.steps * (product * wide + product * s + full * wide)
-        squares = sum(4 * len(steps) - 3 for steps in self._segments)
-        return len(self._segments) * (product + full) * wide + squares * product * s
+        segments = self._segments[dtype]
+        squares = sum(4 * len(steps) - 3 for steps in segments)
+        return len(segments) * (product + full) * wide + squares * product * s
 
     def flops(self, m: int, n: int, device: torch.device | None = None) -> int:
         """Floating-point operations (2 a multiply-add) that one [m, n] matrix takes on ``device`` (default: this
         process's). A kernel that computes half of a symmetric product is counted with half."""
-        return self._count(m, n, self._select(m, n, device).symmetric)
+        device = default_device() if device is None else device
+        return self._count(m, n, self._select(m, n, device).symmetric, self.compute_dtype(device))
 
     def workspace_bytes(self, batch: int, m: int, n: int, device: torch.device | None = None) -> int:
         """Memory :meth:`iterate` allocates for a [batch, m, n] stack, beside the stack itself."""
@@ -251,7 +259,7 @@ class NewtonSchulz:
         """One of the two forms. Where that pays, its launches are replayed."""
         gram = self._takes_gram(*x.shape[1:], kernel.symmetric)
         form, squares = (self._gram, _GRAM_SQUARES) if gram else (self._direct, _DIRECT_SQUARES)
-        flops = len(x) * self._count(*x.shape[1:], kernel.symmetric)
+        flops = len(x) * self._count(*x.shape[1:], kernel.symmetric, x.dtype)
         if self._replay is None or x.device.type != "cuda" or flops > _REPLAY_MAX_FLOPS:
             return form(x, kernel)
         space = _space(x, squares)
@@ -273,7 +281,7 @@ class NewtonSchulz:
 
     def _gram(self, x: torch.Tensor, kernel: Kernel, space: list[torch.Tensor] | None = None) -> torch.Tensor:
         y, r, z, p, q = space or _space(x, _GRAM_SQUARES)
-        for steps in self._segments:
+        for steps in self._segments[x.dtype]:
             kernel.gram(x, out=r)
             for index, (a, b, c) in enumerate(steps):
                 kernel.multiply(r, r, r, alpha=c, beta=b, out=z)
