@@ -1,10 +1,10 @@
 """The registry of model families.
 
-Here: what a family tells the trainer about itself (`ModelSpec`) and the lookup by name and flavor. Not here:
-layers (`models/layers.py`) and the families themselves, one folder each, whose `__init__.py` defines `spec`.
-A family is imported when it is asked for, so a broken or heavy one never costs the users of another.
+A family describes itself to the trainer by a `ModelSpec`; this module finds it by name and flavor. Each family is a
+folder whose `__init__.py` defines `spec`; `models/layers.py` has the layers that families share. The registry imports a
+family on its first use, so that the users of one family do not pay for another one that is broken or heavy.
 
-Nothing in `models` imports `torchtitan_dmuon`: a model is a plain `nn.Module` that knows of no parallelism.
+Nothing in `models` imports `torchtitan_dmuon`: a model is a plain `nn.Module` without any parallelism.
 """
 
 import difflib
@@ -29,7 +29,7 @@ class HFNameMap(Protocol):
         ...
 
     def from_hf(self, name: str) -> str | None:
-        """The HuggingFace name -> our FQN; None for a tensor that is no weight, as a saved RoPE buffer."""
+        """The HuggingFace name -> our FQN; None for a tensor that is no weight, such as a saved rotary buffer."""
         ...
 
     def hf_config(self, args: Any) -> dict[str, Any]:
@@ -43,11 +43,10 @@ class ModelSpec:
 
     Attributes:
         name: the family's name, as in `[model] name`.
-        flavors: flavor name -> a frozen dataclass of model args. An arg that only the run knows (`vocab_size`
-            of a flavor that takes any tokenizer) is None and set with `dataclasses.replace` before `build`.
-        build: args -> the model. Under `torch.device("meta")` it allocates nothing; the caller then
-            materialises the parameters and calls the model's `tie_weights`, `init_buffers` and
-            `init_parameter`.
+        flavors: flavor name -> a frozen dataclass of model args. The `vocab_size` of a flavor for any tokenizer is
+            None; the caller sets it with `dataclasses.replace` before `build`.
+        build: args -> the model. Under `torch.device("meta")` `build` allocates nothing; the caller then materialises
+            the parameters and calls the model's `tie_weights`, `init_buffers` and `init_parameter`.
         hf: the map between our parameter names and HuggingFace's.
         tensor_parallel_plan: loss_parallel -> (plan outside the blocks, plan of one block) for
             `torch.distributed.tensor.parallel.parallelize_module`.
@@ -83,6 +82,6 @@ def get_model_args(name: str, flavor: str) -> Any:
 def _unknown(what: str, given: str, known: Iterable[str]) -> str:
     known = list(known)
     by_lowercase = {item.lower(): item for item in known}
-    # cutoff 0: with a handful of names the nearest is always worth naming, however far it is.
+    # cutoff 0: among a handful of names the message always names the nearest one.
     nearest = difflib.get_close_matches(given.lower(), by_lowercase, n=1, cutoff=0.0)
     return f"unknown {what} {given!r}: did you mean {by_lowercase[nearest[0]]!r}? Known: {', '.join(known)}"

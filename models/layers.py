@@ -1,9 +1,9 @@
 """Layers shared by the model families: norm, rotary embedding, attention, SwiGLU.
 
-Everything here computes what the HuggingFace layer of the same kind computes, in fp32 and in bf16, so that
-weights map one to one by name. Not here: whole blocks and models, initial distributions (each family's
-`model.py`), parallelism. Head counts are read off the projections' outputs in `forward`, never from the
-config, so a tensor-parallel rank that holds a slice of the heads runs the same code.
+Each layer gives the numbers of the HuggingFace layer of the same kind, in fp32 and in bf16, so that weights map one to
+one by name. Blocks, models and initial distributions are in each family's `model.py`. `forward` takes the number of
+heads from the outputs of the projections, never from the config: a tensor-parallel rank with a slice of the heads runs
+the same code.
 """
 
 import functools
@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (arXiv 1910.07467): fp32 inside, the input dtype outside.
 
-    The normalised value is rounded to the input dtype before the weight is applied, as in HuggingFace;
-    `nn.RMSNorm` rounds after it and differs from HuggingFace in bf16.
+    The layer rounds the normalised value to the input dtype before it applies the weight, as HuggingFace does.
+    `nn.RMSNorm` rounds after the weight, and so differs from HuggingFace in bf16.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         """`x`: [..., dim] of any float dtype -> the same shape and dtype."""
         x_fp32 = x.float()
         x_fp32 = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
-        # A norm kept in fp32 by its dtype policy must not promote a bf16 activation.
+        # An fp32 weight (a dtype policy may keep norms in fp32) must not promote a bf16 activation.
         return x_fp32.to(x.dtype) * self.weight.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -43,8 +43,8 @@ class RMSNorm(nn.Module):
 class RopeScaling:
     """Llama 3.1's frequency scaling (`rope_type = "llama3"` in HuggingFace).
 
-    Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`, those below
-    `original_max_seq_len / high_freq_factor` stay, and those between are interpolated.
+    With `original_max_seq_len` 8192, `low_freq_factor` 1 and `high_freq_factor` 4: wavelengths above 8192 / 1 are
+    stretched by `factor`, wavelengths below 8192 / 4 stay, and wavelengths between are interpolated.
     """
 
     factor: float = 8.0
@@ -67,8 +67,8 @@ class RopeScaling:
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Inverse frequencies in radians per position: fp32 [head_dim / 2] on the CPU.
 
-    Always computed on the CPU, because `pow` differs in the last bit between devices and the far end of a
-    long sequence multiplies that bit by 100,000.
+    The CPU computes them on every machine: `pow` differs in the last bit between devices, and position 100,000 of a
+    long sequence multiplies that difference by 100,000.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     inv_freq = 1.0 / theta**exponent
@@ -98,7 +98,7 @@ def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
 
     Args:
         x: [batch, seq, heads, head_dim].
-        rope: [seq, head_dim], rows of `rope_table`. The rotation runs in `x.dtype`, as HuggingFace's does.
+        rope: [seq, head_dim], rows of `rope_table`. The rotation runs in `x.dtype`, as in HuggingFace.
     """
     cos, sin = rope.to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
@@ -110,16 +110,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Args:
         q: [batch, seq, heads, head_dim].
-        k, v: [batch, seq, kv_heads, head_dim]; each head serves heads / kv_heads adjacent query heads.
+        k, v: [batch, seq, kv_heads, head_dim]; each of their heads serves heads / kv_heads adjacent query heads.
 
     Returns:
         [batch, seq, heads, head_dim].
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     groups = q.shape[1] // k.shape[1]
-    # On CUDA only the half-precision kernels (flash, cuDNN) read grouped heads natively: in fp32, enable_gqa
-    # falls back to the kernel that writes out the [seq, seq] scores, and repeating k and v is the smaller
-    # evil. On CPU both are as fast.
+    # On CUDA only the half-precision kernels (flash, cuDNN) read grouped heads natively. In fp32, enable_gqa falls back
+    # to the kernel that writes out the [seq, seq] scores; repeated k and v take less memory. On the CPU both ways take
+    # the same time.
     native_gqa = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and not native_gqa:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -130,8 +130,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def causal_attention_with_maxima(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """As `causal_attention`, and the largest (scaled, unmasked) logit of each head: fp32 [heads], no gradient.
 
-    The maxima fall out of the attention itself: the fused CUDA kernel of flex attention returns them, and on
-    the CPU, where that has no backward, the scores are written out once and used for both.
+    On CUDA the fused kernel of flex attention returns the maxima. On the CPU, where flex attention has no backward, the
+    scores are written out once, and both the maxima and the attention read them.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     seq_len = q.shape[2]
@@ -157,7 +157,8 @@ def _causal_mask(seq_len: int, device: torch.device) -> BlockMask:
     return create_block_mask(is_causal, None, None, seq_len, seq_len, device=device)
 
 
-# Not compiled, flex attention writes out all scores; inside a compiled block this is part of its graph.
+# Without compilation flex attention writes out all scores. Inside a compiled block the call is part of the block's
+# graph.
 _flex_attention = torch.compile(flex_attention)
 
 
@@ -165,8 +166,8 @@ class Attention(nn.Module):
     """Multi-head attention with grouped keys and values, rotary positions, a causal mask and no biases.
 
     Attributes:
-        max_logits: fp32 [heads of this rank], raised in place by every forward that may be followed by a
-            backward, once `track_max_logits` was called; else None.
+        max_logits: fp32 [heads of this rank], the largest logits so far; None before `track_max_logits`. Every forward
+            with gradients enabled raises them in place.
     """
 
     max_logits: Tensor | None
@@ -185,7 +186,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         """`x`: [batch, seq, dim], `rope`: [seq, head_dim] -> [batch, seq, dim]."""
         batch, seq, _ = x.shape
-        # -1: the number of heads this rank holds, which under tensor parallelism is not the config's.
+        # -1: the number of heads of this rank; under tensor parallelism a rank has a part of the config's heads.
         q = self.wq(x).view(batch, seq, -1, self.head_dim)
         k = self.wk(x).view(batch, seq, -1, self.head_dim)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
@@ -198,7 +199,8 @@ class Attention(nn.Module):
         return self.wo(out.reshape(batch, seq, -1))
 
     def track_max_logits(self, device: torch.device, tensor_parallel_degree: int = 1) -> Tensor:
-        """From now on note the largest logit of each head (for QK-clip). Returns the buffer, [heads of this rank]."""
+        """From now on every forward notes the largest logit of each head, for QK-clip. Returns the buffer, fp32 [heads
+        of this rank]."""
         self.max_logits = torch.zeros(self.n_heads // tensor_parallel_degree, device=device)
         return self.max_logits
 

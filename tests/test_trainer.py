@@ -6,11 +6,13 @@ import re
 import shutil
 import signal
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from models.llama3 import model as llama3
 from tests.support.private import find_inf_on_device
 from tests.support.training import Torchrun, assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.config import ConfigError, load_config
@@ -336,6 +338,34 @@ def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):
     run = train(2, *tiny(folder, training__steps=last + 2, **options))
     assert run.codes == [0, 0], run.output
     assert list(run.steps) == [last + 1, last + 2]
+
+
+class Freezes(Trainer):
+    """The first block and the embedding are not trained."""
+
+    def __init__(self, config, signals):
+        init = llama3.Llama3.__init__
+
+        def frozen(model, *args):
+            init(model, *args)
+            model.layers[0].requires_grad_(False)
+            model.tok_embeddings.requires_grad_(False)
+
+        with mock.patch.object(llama3.Llama3, "__init__", frozen):
+            super().__init__(config, signals)
+
+
+@pytest.mark.parametrize(("optimizer", "others"), [("DMuon", "fsdp2"), ("DMuon", "dedicated"), ("AdamW", "fsdp2")])
+def test_a_layer_frozen_between_two_runs(folder, optimizer, others):
+    options = {"optimizer__name": optimizer, "dmuon__others": others}
+    assert train(2, *tiny(folder, training__steps=2, **options)).codes == [0, 0]
+    run = train(2, *tiny(folder, training__steps=4, **options), trainer=Freezes)
+    assert run.codes == [0, 0] and list(run.steps) == [3, 4], run.output
+    left_out = "has optimizer state of 10 parameters that are frozen in this run: it is left out: layers.0."
+    assert run.output.count(left_out) == 1 and "they start at zero" not in run.output, run.output
+    run = train(2, *tiny(folder, training__steps=6, **options))  # and trained again
+    assert run.codes == [0, 0] and list(run.steps) == [5, 6], run.output
+    assert run.output.count("their parameters were frozen, or another route") == 1, run.output
 
 
 def test_nothing_to_do(folder):

@@ -1,7 +1,8 @@
-"""What is checked before a run is built: first by each process alone, then by all of them together.
+"""The checks before a run is built: first each process alone, then all of them together.
 
 A process that finds a mistake alone ends before any other rank waits for it. ``config`` refuses keys that are wrong by
-themselves or with each other, ``preflight`` what needs no data; ``run_train.sh`` has asked both before torchrun.
+themselves or with each other; ``preflight`` checks a run as far as no data is needed. ``run_train.sh`` has asked both
+before torchrun.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TOKEN_CACHE = Path(".cache/tokens")
 
 @dataclass(frozen=True)
 class Checked:
-    """What one process has made of a configuration while it checked it.
+    """The parts of a run that one process makes from a configuration while it checks the configuration.
 
     Attributes:
         dims: ranks of each kind of parallelism.
@@ -45,7 +46,7 @@ class Checked:
 
 
 def check_alone(config: JobConfig, world_size: int) -> Checked:
-    """Check what needs no other rank, and open the data.
+    """All checks that need no other rank. Opens the data.
 
     Raises:
         ConfigError: a line for each problem. DataError: one line.
@@ -65,7 +66,7 @@ def check_alone(config: JobConfig, world_size: int) -> Checked:
 
 
 def check_together(config: JobConfig, checked: Checked) -> None:
-    """Collective over all ranks. Check what each rank sees of files.
+    """Collective over all ranks. Check that all ranks see the same files.
 
     Raises:
         ConfigError, DataError: on every rank.

@@ -1,10 +1,10 @@
-"""What one process can tell of a run without reading data, starting ranks or touching a device.
+"""The checks of a run that one process makes without reading data, starting ranks or touching a device.
 
     python -m torchtitan_dmuon.preflight [--section.key value ...]
 
 `run_train.sh` calls this before torchrun. It prints the number of processes on this node, its GPUs and its cores on one
 line; or an `error:` line for each problem on stderr, and exits 1. NGPU and NNODES are read as `run_train.sh` documents
-them. Every rank of a run calls `examine` again, so that plain torchrun finds the same.
+them. Every rank of a run calls `examine` again, so that plain torchrun finds the same problems.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SUFFIXES = {"text": "", "jsonl": ".jsonl", "bin": ".bin"}
 
 @dataclass(frozen=True)
 class Examined:
-    """What is known of a run without a problem.
+    """The facts about a run without a problem.
 
     Attributes:
         dims: ranks of each kind of parallelism.
@@ -58,7 +58,7 @@ def examine(config: JobConfig, world_size: int, problems: Problems) -> Examined:
     ranks. A check that reads a key of `problems` is left out: `config` has that key's default.
 
     Raises:
-        ConfigError: `problems` and what was found, a line each.
+        ConfigError: the lines of `problems`, and a line for each new problem.
     """
     found = Problems()
 
@@ -181,7 +181,7 @@ def _tokenizer(config: JobConfig) -> Tokenizer:
 
 def _model_args(config: JobConfig, tokenizer: Tokenizer | None) -> Any:
     """The flavor's args, with the tokenizer's vocabulary where the flavor has none and the run's longest sequence.
-    ``tokenizer`` is None when it has a problem; its vocabulary then plays no part in what is still checked."""
+    ``tokenizer`` is None when it has a problem; no other check then reads the vocabulary."""
     try:
         args = get_model_args(config.model.name, config.model.flavor)
     except ValueError as error:

@@ -11,8 +11,8 @@ __all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavo
 _VOCAB_SIZE = 128_256
 _MAX_SEQ_LEN = 131_072
 
-# debugmodel and 160M take the vocabulary of whatever tokenizer the run has. 160M counts that many parameters
-# with a vocabulary of about 50,000. 1B and 3B are Llama 3.2's figures; 8B, 70B and 405B are Llama 3.1's.
+# debugmodel and 160M take the vocabulary of the run's tokenizer. 160M has 160 million parameters with a vocabulary of
+# about 50,000. The figures of 1B and 3B are Llama 3.2's; those of 8B, 70B and 405B are Llama 3.1's.
 flavors: dict[str, Llama3Args] = {
     "debugmodel": Llama3Args(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_hidden_dim=768, max_seq_len=2048),
     "160M": Llama3Args(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_hidden_dim=2304),

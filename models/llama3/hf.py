@@ -1,7 +1,7 @@
 """Llama 3 names in HuggingFace checkpoints (`LlamaForCausalLM`), and the `config.json` that goes with them.
 
-Names only: our rotary embedding has HuggingFace's layout, so no tensor is permuted. Not here: reading or
-writing files.
+Names only: our rotary embedding has HuggingFace's layout, so that no tensor is permuted.
+`torchtitan_dmuon/checkpoint/huggingface.py` reads and writes the files.
 """
 
 import re
@@ -32,10 +32,9 @@ _IN_BLOCK_FROM_HF = {name: fqn for fqn, name in _IN_BLOCK.items()}
 class Llama3HFNameMap:
     """Llama 3's `models.HFNameMap`.
 
-    A tied head needs no case of its own as long as names come from `named_parameters()`: it lists the shared
-    tensor once, as `tok_embeddings.weight`, and a tied HuggingFace checkpoint stores it once, as
-    `model.embed_tokens.weight`. A file that holds `lm_head.weight` all the same maps to `output.weight`,
-    which a tied model's state dict has too.
+    A tied head needs no case of its own: `named_parameters()` lists the shared tensor once, as `tok_embeddings.weight`,
+    and a tied HuggingFace checkpoint stores the tensor once, as `model.embed_tokens.weight`. Some tied checkpoints hold
+    `lm_head.weight` all the same; this name maps to `output.weight`, which a tied model's state dict has too.
     """
 
     def to_hf(self, fqn: str) -> str:
@@ -48,9 +47,9 @@ class Llama3HFNameMap:
         return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}"
 
     def from_hf(self, name: str) -> str | None:
-        """The HuggingFace name -> our FQN; None for the rotary buffers that old checkpoints carry.
+        """The HuggingFace name -> our FQN; None for the rotary buffers of old checkpoints.
 
-        Raises ValueError for any other name, because skipping an unknown weight would load a different model.
+        Raises ValueError for any other name: without an unknown weight the loaded model would be a different one.
         """
         if name in _TOP_LEVEL_FROM_HF:
             return _TOP_LEVEL_FROM_HF[name]
@@ -64,7 +63,7 @@ class Llama3HFNameMap:
     def hf_config(self, args: Llama3Args) -> dict[str, Any]:
         """The content of `config.json`, in the keys that transformers 4 and 5 both read.
 
-        Token ids are None: they belong to the tokenizer, and whoever writes the file fills them in.
+        Token ids are None: the tokenizer defines them, and the writer of the file fills them in.
         """
         rope_scaling = None
         if args.rope_scaling is not None:

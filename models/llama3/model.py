@@ -1,8 +1,7 @@
 """The Llama 3 decoder: its args, its block, the model, and the distribution every parameter starts from.
 
-Parameter names are TorchTitan's (`layers.0.attention.wq.weight`). Not here: flavors (`__init__.py`),
-HuggingFace names (`hf.py`), and anything about ranks: sharding, checkpointing and compilation are done to
-this module from outside.
+Parameter names are TorchTitan's (`layers.0.attention.wq.weight`). Flavors are in `__init__.py`, HuggingFace names in
+`hf.py`. The model knows of no ranks: the trainer applies sharding, activation checkpointing and compilation to it.
 """
 
 import re
@@ -27,12 +26,11 @@ class Llama3Args:
         n_heads: query heads; each is `dim / n_heads` wide.
         n_kv_heads: key and value heads; divides `n_heads`.
         ffn_hidden_dim: inner width of the feed-forward.
-        vocab_size: rows of the embedding; None means "the tokenizer's", to be replaced before the model is
-            built.
+        vocab_size: rows of the embedding; None for the tokenizer's, which the caller sets before it builds the model.
         norm_eps: added to the mean square in every norm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: Llama 3.1's long-context scaling, or None.
-        max_seq_len: longest sequence `forward` takes; sizes the rotary table and nothing else.
+        max_seq_len: tokens of the longest sequence that `forward` takes, and rows of the rotary table.
         tie_embeddings: the head is the embedding matrix.
         init_std: standard deviation of the linears' initial weights.
     """
@@ -99,12 +97,12 @@ class TransformerBlock(nn.Module):
 class Llama3(nn.Module):
     """The decoder with its head.
 
-    Built eagerly it holds initial weights (seed 0) and is ready to use. Built under `torch.device("meta")`,
-    the caller materialises it: `to_empty`, `tie_weights` (`to_empty` breaks the tie), `init_buffers`, and
-    `init_parameter` for each of `named_parameters()`, or `init_weights` for all.
+    A model built on a real device has initial weights (seed 0) and is ready to use. A model built under
+    `torch.device("meta")` is materialised by the caller: `to_empty`, `tie_weights` (`to_empty` breaks the tie),
+    `init_buffers`, and `init_parameter` for each of `named_parameters()`, or `init_weights` for all.
 
-    With `tie_embeddings` the two names are one Parameter: `named_parameters()` gives it once, as
-    `tok_embeddings.weight`; `state_dict()` holds it under both names, which share storage.
+    With `tie_embeddings` head and embedding are one Parameter. `named_parameters()` gives the Parameter once, as
+    `tok_embeddings.weight`; `state_dict()` has both names, which share storage.
     """
 
     def __init__(self, args: Llama3Args) -> None:
@@ -130,7 +128,7 @@ class Llama3(nn.Module):
             tokens: int64 [batch, seq], with seq at most `max_seq_len` (ValueError otherwise).
 
         Returns:
-            [batch, seq, vocab_size] in the compute dtype; the loss is expected to go to fp32 itself.
+            [batch, seq, vocab_size] in the compute dtype; the caller's loss converts them to fp32.
         """
         seq_len = tokens.shape[1]
         if seq_len > self.args.max_seq_len:
@@ -139,14 +137,14 @@ class Llama3(nn.Module):
                 "shorten it or build the model with a larger max_seq_len"
             )
         x = self.tok_embeddings(tokens)
-        # One cast for all blocks; the table itself stays fp32 whatever the compute dtype.
+        # One cast for all blocks. The table itself stays fp32, whatever the compute dtype is.
         rope = self.rope_table[:seq_len].to(x.dtype)
         for layer in self.layers:
             x = layer(x, rope)
         return self.output(self.norm(x))
 
     def tie_weights(self) -> None:
-        """Make the head the embedding's Parameter again if the args tie them; `to_empty` breaks the tie."""
+        """Make the head the embedding's Parameter again if the args tie the two; `to_empty` breaks the tie."""
         if self.args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -154,7 +152,7 @@ class Llama3(nn.Module):
         """(Re)create the rotary table: `rope_table`, fp32 [max_seq_len, head_dim], not in the state dict.
 
         Args:
-            device: where it lives; by default beside the embedding. On `meta` only its shape is made.
+            device: of the table; by default the embedding's. On `meta` the table has a shape and no values.
         """
         args = self.args
         device = torch.device(device) if device is not None else self.tok_embeddings.weight.device
@@ -167,8 +165,8 @@ class Llama3(nn.Module):
     def init_weights(self, seed: int = 0) -> None:
         """Fill every parameter with initial values, one after the other, for a model held whole in one process.
 
-        The values depend on `seed`, on the shapes of all parameters before, and on the kind of device. (A run draws
-        each parameter by itself, whoever holds it: `torchtitan_dmuon/initialization.py`.)
+        A parameter's values depend on `seed`, on the shapes of all parameters before it, and on the kind of device.
+        A run draws each parameter by itself, on whichever rank holds it: `torchtitan_dmuon/initialization.py`.
         """
         generator = torch.Generator(device=self.tok_embeddings.weight.device).manual_seed(seed)
         for fqn, parameter in self.named_parameters():
@@ -178,17 +176,21 @@ class Llama3(nn.Module):
     def init_parameter(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill the full tensor of one parameter in place with its initial values.
 
-        A function of `fqn`, the tensor's shape and dtype, and the generator's state alone. Norms are one.
-        Linears are normal with `init_std`, those that write to the residual stream (`wo`, `w2`) divided by
-        `sqrt(2 * (layer + 1))`. The head takes `init_std` too, so that a fresh model predicts nearly uniformly
-        (a loss of ln V); an untied embedding is normal with std 1. A tied one takes `init_std`: a token's own
-        embedding is still in the residual stream when the head reads it, and a larger one would make the
-        fresh model repeat its input with certainty. All but the untied embedding are cut off at 3 standard
-        deviations.
+        The values depend on `fqn`, the tensor's shape and dtype, and the generator's state alone:
+
+        - norms are one;
+        - linears are normal with std `init_std`; the std of `wo` and `w2`, which write to the residual stream, is
+          divided by `sqrt(2 * (layer + 1))`;
+        - the head is normal with std `init_std`, so that a fresh model predicts nearly uniformly (a loss of ln V);
+        - an untied embedding is normal with std 1;
+        - a tied embedding takes the head's `init_std`: a token's own embedding is still in the residual stream when the
+          head reads the stream, and with a larger std a fresh model would repeat its input with certainty.
+
+        All but the untied embedding are cut off at 3 standard deviations.
 
         Args:
             fqn: the parameter's name in the plain model, without the prefixes that wrappers insert.
-            tensor: all of it, not a shard; fp32 for values that do not depend on the compute dtype.
+            tensor: the whole parameter, not a shard; in fp32, so that values do not depend on the compute dtype.
             generator: on the tensor's device.
 
         Raises:

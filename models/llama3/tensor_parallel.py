@@ -15,8 +15,8 @@ Plan = dict[str, ParallelStyle]
 def tensor_parallel_plan(loss_parallel: bool) -> tuple[Plan, Plan]:
     """(plan of the model outside its blocks, plan of one block), for `parallelize_module`.
 
-    Between the blocks activations are split along the sequence (Korthikanti et al., arXiv 2205.05198). With
-    `loss_parallel` the logits stay split along the vocabulary, as DTensors.
+    Between the blocks each rank has a part of the sequence (Korthikanti et al., arXiv 2205.05198). With `loss_parallel`
+    the logits stay DTensors that are split along the vocabulary.
     """
     outside: Plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

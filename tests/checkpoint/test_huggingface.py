@@ -248,6 +248,7 @@ def contents_of(model):
         model=lambda: {name: param.detach() for name, param in named.items()},
         optimizer=dict,
         shapes=lambda: {name: tuple(param.shape) for name, param in named.items()},
+        frozen=set,
         loaded=lambda: None,
         model_name="llama3 tiny",
         optimizer_name="DMuon",

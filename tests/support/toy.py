@@ -110,6 +110,7 @@ def checkpointer(folder, model, optimizer, name="toy", **config):
         model=lambda: dmuon.get_model_state_dict(model),
         optimizer=lambda: dmuon.get_optimizer_state_dict(model, optimizer),
         shapes=lambda: dmuon.get_model_shapes(model),
+        frozen=set,
         loaded=lambda: dmuon.publish_weights(model),
         model_name=name,
         optimizer_name="DMuon",

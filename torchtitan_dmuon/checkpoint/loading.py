@@ -219,14 +219,24 @@ def _optimizer_tensors(path: Path, metadata: Metadata, contents: Contents, group
             missing.append(name)
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, missing, group=group)
-    if names := sorted({name for found in everyone for name in found}):
-        shown = ", ".join(names[:_NAMES_IN_A_LINE]) + (", ..." if len(names) > _NAMES_IN_A_LINE else "")
+    if names := {name for found in everyone for name in found}:
         logger.warning(
-            "%s has no optimizer state of that kind for %d tensors of this run (another route or option of the "
-            "optimizer wrote it): they start at zero: %s",
-            *(path, len(names), shown),
+            "%s has no optimizer state of that kind for %d tensors of this run (their parameters were frozen, or "
+            "another route or option of the optimizer wrote it): they start at zero: %s",
+            *(path, len(names), _first(names)),
+        )
+    stored = (name.removeprefix("optimizer.") for name in metadata.state_dict_metadata if name.startswith("optimizer."))
+    if frozen := {name.rpartition(".")[0] for name in stored} & contents.frozen():
+        logger.info(
+            "%s has optimizer state of %d parameters that are frozen in this run: it is left out: %s",
+            *(path, len(frozen), _first(frozen)),
         )
     return tensors
+
+
+def _first(names: set[str]) -> str:
+    """A few of the names for a line of the log."""
+    return ", ".join(sorted(names)[:_NAMES_IN_A_LINE]) + (", ..." if len(names) > _NAMES_IN_A_LINE else "")
 
 
 def _read(path: Path, tensors: Tensors, group: dist.ProcessGroup, reader: dcp.StorageReader | None = None) -> None:

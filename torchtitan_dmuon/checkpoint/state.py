@@ -72,6 +72,7 @@ class Contents:
         model: the live model tensors of this rank, by name (``dmuon.get_model_state_dict``).
         optimizer: the same of the optimizer (``dmuon.get_optimizer_state_dict``).
         shapes: the global shape of every tensor of the model, by name, the same on every rank.
+        frozen: names of the parameters that are not trained, the same on every rank.
         loaded: called after the tensors were filled.
         model_name, optimizer_name: as in ``TrainState``.
         config_toml: the resolved config.
@@ -83,6 +84,7 @@ class Contents:
     model: Callable[[], Tensors]
     optimizer: Callable[[], Tensors]
     shapes: Callable[[], dict[str, tuple[int, ...]]]
+    frozen: Callable[[], set[str]]
     loaded: Callable[[], None]
     model_name: str
     optimizer_name: str
@@ -101,6 +103,7 @@ class Contents:
             model=lambda: dmuon.get_model_state_dict(model),
             optimizer=lambda: dmuon.get_optimizer_state_dict(model, optimizer),
             shapes=lambda: dmuon.get_model_shapes(model),
+            frozen=lambda: {dmuon.canonical_fqn(name) for name, p in model.named_parameters() if not p.requires_grad},
             loaded=lambda: dmuon.publish_weights(model),
             model_name=f"{config.model.name} {config.model.flavor}",
             optimizer_name=config.optimizer.name,

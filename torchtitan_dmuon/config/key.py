@@ -40,8 +40,8 @@ class Problems:
 
     Attributes:
         lines: one a problem.
-        keys: keys and sections with a problem. The configuration has the default of each, so that nothing can be said
-            about what depends on one.
+        keys: keys and sections with a problem. The configuration has the default of each, so that a check which reads
+            one of them would judge a value that the user did not choose.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Problems:
 
     @contextlib.contextmanager
     def collect(self, *others: type[ValueError]) -> Iterator[None]:
-        """Note what the block raises: a ConfigError, or one of ``others``."""
+        """Note the error that the block raises: a ConfigError, or one of ``others``."""
         try:
             yield
         except (ConfigError, *others) as error:

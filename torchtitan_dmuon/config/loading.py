@@ -44,8 +44,8 @@ def load_config(argv: list[str]) -> JobConfig:
 
 
 def read_config(argv: list[str]) -> tuple[JobConfig, Problems]:
-    """As `load_config`, for a caller that has more to check: returns what is wrong beside a configuration in which
-    every key with a problem has its default. Raises ConfigError when the file cannot be read."""
+    """As `load_config`, for a caller that has more to check: returns the problems beside a configuration in which every
+    key with a problem has its default. Raises ConfigError when the file cannot be read."""
     problems = Problems()
     arguments = _parse_command_line(argv, problems)
     given = {_COMMAND_LINE: _checked(arguments, _COMMAND_LINE, problems)}

@@ -1,8 +1,8 @@
 """Corpora: named sources of documents, turned into one flat token stream.
 
-Text-like corpora (`stdlib`, `text`, `jsonl`) are tokenized once into a cache shard that every process of a
-host maps; `bin` corpora are tokenized already. Every document is followed by the tokenizer's separator. How
-the stream is cut into samples is the matter of `dataset.py`.
+One process tokenizes a text-like corpus (`stdlib`, `text`, `jsonl`) once into a cache shard, which every process of the
+host maps. `bin` corpora are tokenized already. The tokenizer's separator follows every document. `dataset.py` cuts the
+stream into samples.
 """
 
 import fcntl
@@ -32,7 +32,11 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 class Documents:
     """Files and how to read their documents.
 
-    `names` identify the files in the cache key; `read(file)` yields the text of each document of one file.
+    Attributes:
+        kind: the corpus, and for `jsonl` the key of the text, as "jsonl:text".
+        files: paths, in the order in which they are read.
+        names: of the files, for the cache key.
+        read: `read(file)` yields the text of each document of one file.
     """
 
     kind: str
@@ -44,11 +48,13 @@ class Documents:
 def find_files(pattern: str, suffix: str, *, key: str) -> tuple[Path, ...]:
     """The sorted files of a glob (`**` allowed), of a folder, or the one file itself.
 
-    Of a folder, the files that end in `suffix` at any depth; hidden files and folders are left out. `key` is
-    the name of the setting, for the message.
+    Args:
+        pattern: a glob, a folder or a file.
+        suffix: a folder stands for its files of this suffix at any depth, without hidden files and folders.
+        key: the name of the setting, for the message.
 
     Raises:
-        DataError: nothing matches.
+        DataError: no file matches.
     """
     path = Path(pattern).expanduser()
     glob_pattern = f"{glob.escape(str(path))}/**/*{suffix}" if path.is_dir() else str(path)
@@ -76,7 +82,7 @@ def _open(file: Path) -> TextIO:
 
 
 def read_text(file: Path) -> Iterator[str]:
-    """The whole file as one document; bytes that are not UTF-8 are left out."""
+    """The whole file as one document. Bytes that are not UTF-8 are left out. Raises DataError."""
     with _open(file) as content:
         yield content.read()
 
@@ -114,10 +120,10 @@ def find_documents(name: str, path: str | None, text_key: str, *, section: str =
 
     Args:
         name, path, text_key: values of the keys `dataset`, `dataset_path` and the JSON key of the text.
-        section: the TOML section they come from, for messages.
+        section: the TOML section that has these keys, for messages.
 
     Raises:
-        DataError: unknown name, or a path that is missing, unneeded or matches nothing.
+        DataError: the name is unknown; or the path is missing, not needed, or matches no file.
     """
     key = f"{section}.dataset_path"
     if name == "stdlib":
@@ -154,13 +160,13 @@ def _write_cache(documents: Documents, tokenizer: Tokenizer, file: Path) -> None
 
 
 def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str | Path) -> TokenStream:
-    """The tokens of `documents`, from their cache shard in `cache_folder`, made now if there is none.
+    """The tokens of `documents`, from their cache shard in `cache_folder`. Without a shard, this call makes it.
 
-    The cache is keyed by names, sizes and times of the files and by the tokenizer. Any number of processes
-    may call this at once: one writes under an exclusive lock, the others wait and map what it wrote.
+    The key of the cache is the names, sizes and times of the files, and the tokenizer. Any number of processes may call
+    this at once: one writes the shard under an exclusive lock, the others wait for the lock and map the shard.
 
     Raises:
-        DataError: unreadable documents, or a cache folder that cannot be written or locked.
+        DataError: a document cannot be read, or the cache folder cannot be written or locked.
     """
     folder = Path(cache_folder).expanduser()
     file = _cache_file(documents, tokenizer, folder)
@@ -168,7 +174,7 @@ def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str 
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with file.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it if this process dies
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock if this process dies
                 if not file.exists():
                     logger.info("tokenizing %d files into %s", len(documents.files), file)
                     _write_cache(documents, tokenizer, file)
@@ -185,7 +191,7 @@ def open_shards(path: str | None, tokenizer: Tokenizer, *, section: str = "train
     """The tokens of the `.bin` shards at `path` (file, folder or glob), in the order of their sorted names.
 
     Raises:
-        DataError: no shard, a broken one, or one made with another tokenizer or a larger vocabulary.
+        DataError: there is no shard; or a shard is broken, or made with another tokenizer or a larger vocabulary.
     """
     key = f"{section}.dataset_path"
     if not path:

@@ -1,7 +1,7 @@
 """Samples of a token stream and their pseudo-random order.
 
-Both are pure: sample i of a dataset is a fixed span of the stream, and the order of an epoch is a formula,
-not a list. Which rank gets which sample is decided in `loader.py`.
+Sample i of a dataset is a fixed span of the stream. A formula, not a list, gives the order of the samples in an epoch.
+`loader.py` decides which rank gets which sample.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,16 @@ _ROUNDS = 6
 class PackedDataset(Dataset):
     """Samples of `seq_len` tokens cut from a flat stream, one right after the other.
 
-    Sample i is `tokens[i * seq_len : i * seq_len + seq_len + 1]`: the labels are the inputs moved by one, so
-    neighbouring samples share one token. Documents are not kept apart; the separator between them is a token.
+    Sample i is `tokens[i * seq_len : i * seq_len + seq_len + 1]`. Its labels are its inputs moved by one, so that
+    neighbouring samples share one token: with `seq_len` 4, sample 0 is tokens 0 to 4 and sample 1 is tokens 4 to 8. A
+    sample may span several documents; the separator between two documents is a token like any other.
 
     Args:
         tokens: a `TokenStream` or 1-D integer array.
         seq_len: tokens of one sample.
 
     Raises:
-        DataError: `seq_len` is not positive or the stream does not hold one sample.
+        DataError: `seq_len` is not positive, or the stream is shorter than one sample.
     """
 
     def __init__(self, tokens: TokenStream | np.ndarray, seq_len: int):
@@ -61,7 +62,7 @@ class PackedDataset(Dataset):
 
 
 def _mix(word: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 on uint64 arrays; multiplication wraps at 64 bits on every platform."""
+    """The finaliser of splitmix64 on uint64 arrays. Multiplication wraps at 64 bits on every platform."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
@@ -72,11 +73,11 @@ def sample_order(
 ) -> np.ndarray:
     """The sample at position `index` of an epoch: a permutation of `range(n)` for each (seed, epoch).
 
-    A Feistel network permutes the next power of four, and a value outside `range(n)` is permuted again until
-    it falls inside (cycle walking), which keeps it a bijection. Memory does not depend on n.
+    A Feistel network permutes the integers below the next power of four. A result outside `range(n)` is permuted again
+    until it falls inside (cycle walking); the whole stays a bijection. Memory does not depend on n.
 
     Args:
-        seed: any Python integer; taken modulo 2**64.
+        seed: any Python integer, taken modulo 2**64.
         epoch, index: integers or integer arrays that broadcast; epoch >= 0 and 0 <= index < n.
         n: number of samples, at least 1.
 
@@ -84,18 +85,18 @@ def sample_order(
         int64 array of the broadcast shape (0-d for two integers).
 
     Raises:
-        ValueError: n < 1 or an index out of range.
+        ValueError: n < 1, or an index is out of range.
     """
     epochs, indices = np.broadcast_arrays(np.asarray(epoch, dtype=np.int64), np.asarray(index, dtype=np.int64))
     if n < 1:
         raise ValueError(f"cannot order {n} samples")
     if indices.size and not (indices.min() >= 0 and indices.max() < n):
         raise ValueError(f"an index lies outside range({n})")
-    # Numpy warns of overflow on scalars but not on arrays, so everything below is at least 1-D.
+    # NumPy warns of overflow on scalars but not on arrays, so that all values below are at least 1-D.
     base = _mix(np.array([(seed + _GOLDEN) & _WORD], dtype=np.uint64))
-    # The seed is mixed once more than the epoch, or (seed 1, epoch 2) would equal (seed 2, epoch 1).
+    # The seed is mixed once more than the epoch; otherwise seed 1 in epoch 2 would have the order of seed 2 in epoch 1.
     keys = _mix(base ^ epochs.ravel().astype(np.uint64))
-    # At least 64 places, so that a corpus of a few samples is mixed as well.
+    # The network permutes at least 64 integers, so that the order of a few samples is mixed as well.
     half = max(3, ((n - 1).bit_length() + 1) // 2)
     result = indices.ravel().astype(np.uint64)
     outside = np.arange(result.size)
@@ -130,7 +131,7 @@ def build_dataset(
     Args:
         name, path: the keys `dataset` and `dataset_path` of the TOML section `section`, which messages name.
         text_key: the key of the text in a JSON line; used by "jsonl" only.
-        cache_folder: where the tokens of text-like corpora are kept.
+        cache_folder: folder of the cache shards of text-like corpora.
 
     Raises:
         DataError: see `corpus.build_tokens` and `PackedDataset`.

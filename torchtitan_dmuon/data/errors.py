@@ -1,5 +1,5 @@
-"""The one exception of the data package. Nothing else lives here."""
+"""The one exception of the data package."""
 
 
 class DataError(ValueError):
-    """Data that cannot be used as asked: the message is one line that says what is wrong and what to do."""
+    """Data that a run cannot use. The message is one line: the key or file, its problem, and the remedy."""

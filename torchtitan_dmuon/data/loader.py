@@ -1,12 +1,15 @@
 """The resumable loader: which rank gets which sample, and when.
 
-The order is global. Optimizer step t consumes the global samples [t * GB, (t + 1) * GB); micro-batch m of
-rank r holds t * GB + m * dp * LB + r * LB + b for b < LB. As GB is a multiple of dp * LB, the k-th
-micro-batch of a run is simply k * dp * LB + r * LB + b. Global sample g is sample `sample_order(seed, g // n,
-g % n)` of the dataset. So the whole state is the number of samples consumed, and it means the same on any
-number of ranks.
+The order is global. With GB samples in an optimizer step over dp ranks and LB samples in a micro-batch of one rank:
 
-How samples are read lives in `dataset.py`; moving batches to a device is the trainer's.
+- step t consumes the global samples [t * GB, (t + 1) * GB);
+- micro-batch m of step t on rank r holds the samples t * GB + m * dp * LB + r * LB + b for b < LB;
+- GB is a multiple of dp * LB, so that the k-th micro-batch of a run on rank r holds k * dp * LB + r * LB + b;
+- global sample g is sample `sample_order(seed, g // n, g % n)` of the n samples of the dataset.
+
+The whole state of a loader is the number of samples consumed, which means the same on any number of ranks.
+
+`dataset.py` reads samples; the trainer moves batches to a device.
 """
 
 import warnings
@@ -27,7 +30,7 @@ _STATE_KEYS = ("consumed_samples", "seed", "dataset_samples")
 
 
 class _WithFiller(Dataset):
-    """A dataset that also knows the index `_FILLER`: a sample without any valid label."""
+    """A dataset with one more sample, which has the index `_FILLER` and no valid label."""
 
     def __init__(self, dataset: PackedDataset):
         self._dataset = dataset
@@ -54,9 +57,8 @@ class LoaderConfig:
         global_batch_size: samples of one optimizer step over all ranks (GB), a multiple of LB * ranks; -1 is one
             micro-batch on each rank.
         seed: of the order.
-        infinite: whether epochs follow each other without end, each in an order of its own; else one pass in natural
-            order.
-        dataloader: the section ``[training.dataloader]``, as ``torch.utils.data.DataLoader`` takes it.
+        infinite: True for epochs without end, each in an order of its own; False for one pass in natural order.
+        dataloader: the section ``[training.dataloader]``, whose keys are arguments of ``torch.utils.data.DataLoader``.
     """
 
     local_batch_size: int
@@ -66,7 +68,7 @@ class LoaderConfig:
     dataloader: DataLoader = field(default_factory=DataLoader)
 
     def check(self, dp_size: int) -> None:
-        """Raises DataError when the sizes do not fit ``dp_size`` ranks or the worker settings each other."""
+        """Raises DataError when the sizes do not fit ``dp_size`` ranks, or worker settings contradict each other."""
         if self.local_batch_size < 1:
             raise DataError(f"training.local_batch_size = {self.local_batch_size} must be at least 1")
         unit = self.local_batch_size * dp_size
@@ -114,19 +116,19 @@ class _RankBatches(Sampler[list[int]]):
 class TokenLoader:
     """The micro-batches of one data-parallel rank, each {"input", "labels"}: int64 [LB, seq_len].
 
-    An infinite stream never ends, and `iter()` goes on where the last iterator stopped. Of a finite one, each
-    `iter()` is one pass, in which every rank gets the same number of batches: samples that are missing at the end
-    are filled with labels of -100.
+    An infinite loader never ends: `iter()` goes on after the last batch of the iterator before. With a finite loader
+    each `iter()` is one pass, in which every rank gets the same number of batches; the last batches of some ranks are
+    filled up with samples whose labels are all -100.
 
-    Only one iterator is live at a time: `iter()` and `load_state_dict` end the ones before.
+    Only one iterator is live at a time: `iter()` and `load_state_dict` end the iterators made before.
 
     Args:
         dataset: the samples, the same on every rank.
-        config: how they are read.
-        dp_rank, dp_size: place of this rank among those that read different data.
+        config: how ranks read the samples.
+        dp_rank, dp_size: place of this rank among the ranks that read different data.
 
     Raises:
-        DataError: see `LoaderConfig.check`; or there is no such rank.
+        DataError: as `LoaderConfig.check`; or `dp_rank` is not below `dp_size`.
     """
 
     def __init__(self, dataset: PackedDataset, config: LoaderConfig, dp_rank: int = 0, dp_size: int = 1):
@@ -142,13 +144,13 @@ class TokenLoader:
         size = config.global_batch_size
         self.micro_batches_per_step = 1 if size == -1 else size // self._batches.stride
         with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 deprecates; no user can act on it.
+            # torchdata 0.11 calls a function that torch 2.13 deprecates; no user can act on the warning.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
                 _WithFiller(dataset),
                 batch_sampler=self._batches,
                 **vars(config.dataloader),
-                # A generator of its own: starting an iterator must not move the trainer's random numbers.
+                # The loader's own generator: an iterator that starts must not draw from the trainer's random numbers.
                 generator=torch.Generator(),
             )
 
@@ -171,22 +173,22 @@ class TokenLoader:
             batch = next(batches, None)
             if batch is None:
                 return
-            # Counted here, not in the sampler: that one runs ahead of the caller by what workers prefetch.
+            # Counted here, not in the sampler, which runs ahead of the caller by the batches that workers prefetch.
             self._consumed += self._batches.stride
             yield batch
-        # Checked before reading on, for persistent workers would hand the next iterator's batch to this one.
+        # Checked before the next read: persistent workers would hand the next iterator's batch to this iterator.
         raise RuntimeError("this iterator ended when the loader was iterated or loaded again")
 
     def state_dict(self) -> dict[str, int]:
-        """The position, the same on every rank: samples handed out over all ranks, and out of what."""
+        """The position, the same on every rank: samples handed out over all ranks, the seed and the dataset's size."""
         return {"consumed_samples": self._consumed, "seed": self._seed, "dataset_samples": self._samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after the samples `state` has consumed, whatever ranks and batch sizes it was saved with.
+        """Go on after the samples that `state` counts, whatever ranks and batch sizes the saving run had.
 
         Raises:
             DataError: the state is incomplete, or of another corpus, sequence length or seed.
-            TypeError: the loader is finite; it always starts from the beginning.
+            TypeError: the loader is finite. A finite loader always starts from the beginning.
         """
         if not self._infinite:
             raise TypeError("a finite loader has no position to restore")

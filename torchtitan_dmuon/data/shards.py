@@ -6,11 +6,11 @@ A shard is a 64-byte little-endian header and then the tokens:
             8   uint32    version, 1
            12   uint32    bytes per token, 2 (uint16) or 4 (uint32)
            16   uint64    number of tokens
-           24   uint64    vocabulary size: every id is below it
+           24   uint64    vocabulary size, above every id
            32   32 bytes  fingerprint of the tokenizer, UTF-8, zero padded
            64   tokens
 
-Where tokens come from is the matter of `corpus.py` and `scripts/prepare_data.py`.
+`corpus.py` and `scripts/prepare_data.py` make the tokens.
 """
 
 import os
@@ -33,7 +33,7 @@ _DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard says of itself."""
+    """The header of a shard, in its own terms."""
 
     dtype: np.dtype
     num_tokens: int
@@ -48,7 +48,7 @@ class ShardHeader:
 
 
 def is_shard(path: str | Path) -> bool:
-    """Whether a file says that it is a token shard, be it complete or not."""
+    """Whether a file begins with the magic bytes of a token shard, complete or not."""
     try:
         with Path(path).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -57,10 +57,10 @@ def is_shard(path: str | Path) -> bool:
 
 
 def read_header(path: str | Path) -> ShardHeader:
-    """Reads and checks the header of the shard at `path`.
+    """Read and check the header of the shard at `path`.
 
     Raises:
-        DataError: missing, foreign, of another version, or not exactly as long as the header says.
+        DataError: the file is missing, no shard, of another version, or not exactly as long as its header says.
     """
     path = Path(path)
     try:
@@ -93,7 +93,7 @@ def read_shard(path: str | Path) -> np.ndarray:
         DataError: see `read_header`.
     """
     header = read_header(path)
-    if header.num_tokens == 0:  # an empty region cannot be mapped
+    if header.num_tokens == 0:  # memory mapping refuses an empty region
         return np.empty(0, dtype=header.dtype)
     return np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER.size, shape=(header.num_tokens,))
 
@@ -105,7 +105,7 @@ class ShardWriter:
 
     Args:
         path: the file to make; its folder must exist.
-        vocab_size: every id must be below it; it also decides the stored dtype.
+        vocab_size: above every id; the stored dtype is the smallest that holds ids below `vocab_size`.
         fingerprint: of the tokenizer, at most 32 bytes.
     """
 
@@ -128,7 +128,7 @@ class ShardWriter:
         return self
 
     def append(self, tokens: np.ndarray) -> None:
-        """Adds the ids of `tokens`, any integer dtype, 1-D.
+        """Add the ids of `tokens`, any integer dtype, 1-D.
 
         Raises:
             DataError: an id is negative or not below the vocabulary size.
@@ -149,7 +149,7 @@ class ShardWriter:
                 self._file.seek(0)
                 self._file.write(self._header())
                 self._file.flush()
-                os.fsync(self._file.fileno())  # a rename that survives a power cut must not point at empty blocks
+                os.fsync(self._file.fileno())  # or a power cut could leave the renamed file with empty blocks
                 self._temporary.replace(self.path)
         finally:
             self._file.close()
@@ -157,7 +157,7 @@ class ShardWriter:
 
 
 def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, fingerprint: str) -> None:
-    """Writes `tokens` (integers, 1-D) as the shard `path`, atomically. Errors as of `ShardWriter`."""
+    """Write `tokens` (integers, 1-D) as the shard `path`, atomically. Raises as `ShardWriter`."""
     with ShardWriter(path, vocab_size=vocab_size, fingerprint=fingerprint) as writer:
         writer.append(tokens)
 
@@ -165,8 +165,8 @@ def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, finger
 class TokenStream:
     """Several shards read as one flat sequence of tokens.
 
-    `len(stream)` is the number of tokens and `stream[a:b]` a 1-D array. Pickling carries the paths only, so
-    that a worker process maps the files itself instead of receiving their content.
+    `len(stream)` is the number of tokens and `stream[a:b]` a 1-D array. A pickled stream is its paths only: a worker
+    process of the loader maps the files itself.
 
     Raises:
         DataError: see `read_header`.

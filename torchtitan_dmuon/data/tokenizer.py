@@ -1,7 +1,6 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers: text to token ids and back. A protocol and its two implementations.
 
-Here live the protocol that the rest of the package relies on and its two implementations. Reading documents,
-placing separators between them and storing tokens is the job of `corpus.py` and `shards.py`.
+`corpus.py` reads documents and places separators between them; `shards.py` stores tokens.
 """
 
 import hashlib
@@ -27,10 +26,13 @@ _USUAL_SEPARATORS = (
 
 
 class Tokenizer(Protocol):
-    """What a tokenizer must offer.
+    """Text to ids and back.
 
-    `vocab_size` is one more than the largest id, `separator_id` follows every document, and `fingerprint` is
-    a short string stored with tokenized data: equal fingerprints mean equal ids for equal text.
+    Attributes:
+        vocab_size: one more than the largest id.
+        separator_id: the id that follows every document.
+        fingerprint: a short string that is stored with tokenized data. Tokenizers with equal fingerprints give equal
+            ids for equal text.
     """
 
     vocab_size: int
@@ -38,10 +40,10 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, 1-D, dtype `token_dtype(vocab_size)`, without separator."""
+        """Token ids of `text` without separator: 1-D, dtype `token_dtype(vocab_size)`."""
 
     def decode(self, ids) -> str:
-        """Text of a 1-D sequence of token ids; separators are left out."""
+        """Text of a 1-D sequence of token ids, without separators."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -50,18 +52,18 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ByteTokenizer:
-    """The 256 byte values of UTF-8 text plus one document separator, id 256. Needs no files."""
+    """The 256 byte values of UTF-8 text, and the document separator 256. Needs no files."""
 
     vocab_size = 257
     separator_id = 256
     fingerprint = "bytes-1"
 
     def encode(self, text: str) -> np.ndarray:
-        """Bytes of the UTF-8 text, uint16 [n]. A lone surrogate, which UTF-8 cannot hold, becomes `?`."""
+        """Bytes of the UTF-8 text: uint16 [n]. A lone surrogate, which UTF-8 cannot hold, becomes `?`."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype("<u2")
 
     def decode(self, ids) -> str:
-        """Text of the ids; separators are left out and incomplete UTF-8 becomes the replacement character."""
+        """Text of the ids without separators. Incomplete UTF-8 becomes the replacement character."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -70,12 +72,12 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` read with the `tokenizers` package.
 
     Args:
-        path: the file, or a folder that holds `tokenizer.json`. A `tokenizer_config.json` beside it names the
-            separator (`eos_token`); without one the usual end-of-text names are tried.
+        path: the file, or a folder that holds `tokenizer.json`. A `tokenizer_config.json` beside the file names the
+            separator (`eos_token`); else the usual names of an end-of-text token are tried.
 
     Raises:
         ImportError: `tokenizers` is not installed.
-        DataError: no such file, unreadable file, or no end-of-text token in the vocabulary.
+        DataError: the file is missing or unreadable, or its vocabulary has no end-of-text token.
     """
 
     def __init__(self, path: str | Path):
@@ -98,9 +100,9 @@ class HuggingFaceTokenizer:
             raise DataError(f"{file} is not a tokenizer.json that 'tokenizers' can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A document that spells out "<|endoftext|>" must not forge a separator.
+        # A document with the text "<|endoftext|>" must not get a separator there.
         self._tokenizer.encode_special_tokens = True
-        # Ids may have gaps, so the number of entries can be too small for the embedding table.
+        # Ids may have gaps: the embedding table needs the largest id + 1 rows, not the number of entries.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.separator_id = self._find_separator(file)
         digest = hashlib.sha256(content + str(self.separator_id).encode()).hexdigest()
@@ -136,7 +138,7 @@ class HuggingFaceTokenizer:
         return np.array(ids, dtype=token_dtype(self.vocab_size))
 
     def decode(self, ids) -> str:
-        """Text of the ids; special tokens, so also separators, are left out."""
+        """Text of the ids without special tokens, of which the separator is one."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
@@ -144,7 +146,7 @@ def build_tokenizer(path: str | None) -> Tokenizer:
     """The byte tokenizer for None, "" or "bytes", else the Hugging Face tokenizer at `path`.
 
     Raises:
-        ImportError, DataError: see `HuggingFaceTokenizer`.
+        ImportError, DataError: as `HuggingFaceTokenizer`.
     """
     if path in (None, "", "bytes"):
         return ByteTokenizer()

@@ -1,5 +1,6 @@
 """``optimizer.state_dict()`` and ``load_state_dict()``."""
 
+import contextlib
 import copy
 import logging
 import tempfile
@@ -289,20 +290,77 @@ def test_what_does_not_fit_is_told_and_nothing_moves(rank, world):
         dmuon.state_dict_from_torch(torch_muon, torch_muon)
 
 
+@contextlib.contextmanager
+def warnings_of(*modules):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    loggers = [logging.getLogger(f"torchtitan_dmuon.dmuon.{module}") for module in modules]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+FROZEN = ("layers.1.q_proj.weight", "layers.1.norm.weight", "embed.weight")  # of Muon, AdamW and the rows of both ranks
+
+
+def freeze(model):
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in FROZEN)
+    return model
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "dcp", "full"])
+@pytest.mark.parametrize("routes", ["fsdp2", "dedicated"])
+@distributed(world=2)
+def test_a_run_goes_on_with_layers_frozen(rank, world, routes, way):
+    """What is still trained keeps its state, on new owners. That of the frozen is left out, and one line says so."""
+    options = {**EVERY_ROUTE, "predicate": lambda n, p: True} if routes == "dedicated" else {}
+    model, optimizer = build(world, **options)
+    train(model, optimizer, 2, rank)
+    again, other = build(world, freeze(ToyModel(seed=5)), **options)
+    weights = dmuon.get_model_state_dict(model, full_state_dict=True)
+    dmuon.set_model_state_dict(again, weights, full_state_dict=True)
+    flat = dmuon.get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    nested = {**optimizer.state_dict(), "state": {}}
+    for key, tensor in flat.items():
+        fqn, _, name = key.rpartition(".")
+        nested["state"].setdefault(fqn, {})[name] = tensor
+    with warnings_of("state.optimizer") as told:
+        if way == "load_state_dict":
+            other.load_state_dict(nested)
+        elif way == "dcp":  # reads what the live state dict asks for
+            folder, held = shared_folder(), other.state_dict()
+            dcp.save(optimizer.state_dict(), checkpoint_id=folder)
+            dcp.load(held, checkpoint_id=folder)
+            other.load_state_dict(held)
+        else:
+            dmuon.set_optimizer_state_dict(again, other, flat, full_state_dict=True)
+    line = "the state dict has the state of 3 parameters that are frozen now: it is left out (embed.weight, ...)"
+    assert told == ([] if way == "dcp" else [line])
+    nested["state"]["layers.9.q_proj.weight"] = {}
+    with pytest.raises(ValueError, match=r"has layers\.9\.q_proj\.weight, which this optimizer has not"):
+        other.load_state_dict(nested)
+    train(again, other, 2, rank, start=2)
+
+    oracle = ToyModel()
+    expected = OracleMuon(oracle, is_proj)
+    train_one_process(oracle, expected, 2, world)
+    train_one_process(freeze(oracle), expected, 2, world, start=2)
+    assert_same(full_weights(again), weights_of(oracle))
+
+
 @distributed(world=2)
 def test_another_recipe_is_said(rank, world):
     _, optimizer = build(world)
     state = optimizer.state_dict()
     _, other = build(world, muon={"scale": "unit", "ns_backend": dmuon.NewtonSchulz(coefficients="kj")})
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("torchtitan_dmuon.dmuon.optimizer.named_state")
-    logger.addHandler(handler)
-    try:
+    with warnings_of("optimizer.named_state") as told:
         other.load_state_dict(state)
-    finally:
-        logger.removeHandler(handler)
     assert any("was made with scale match_rms_adamw, this optimizer has unit" in line for line in told)
     assert any("was made with coefficients" in line for line in told)
 

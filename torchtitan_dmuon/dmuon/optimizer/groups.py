@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -168,12 +168,16 @@ def _check_value(where: str, key: str, value: Any) -> None:
 
 
 def saved_hyperparameters(
-    groups: Sequence[dict[str, Any]], names: Mapping[torch.Tensor, str], saved: Sequence[Mapping[str, Any]]
+    groups: Sequence[dict[str, Any]],
+    names: Mapping[torch.Tensor, str],
+    saved: Sequence[Mapping[str, Any]],
+    frozen: Set[str],
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each of an optimizer's groups with its hyperparameters in a state dict.
 
     Raises:
-        ValueError: a group or a hyperparameter is missing, has other parameters, or could not be set.
+        ValueError: a group or a hyperparameter is missing, has other parameters (but for ``frozen`` ones), or could
+            not be set.
     """
     by_name = {group["group_name"]: group for group in saved}
     updates = []
@@ -182,8 +186,8 @@ def saved_hyperparameters(
         if name not in by_name:
             raise ValueError(f"the state dict has no group {name!r}, only {', '.join(map(repr, by_name))}")
         here, there = {names[p] for p in group["params"]}, set(by_name[name]["params"])
-        if here != there:
-            raise ValueError(f"group {name!r} has other parameters in the state dict: {min(here ^ there)} differs")
+        if differing := (here ^ there) - frozen:
+            raise ValueError(f"group {name!r} has other parameters in the state dict: {min(differing)} differs")
         values = {key: value for key, value in by_name[name].items() if key != "params"}
         missing = sorted(group.keys() - values.keys() - {"params", "initial_lr"})
         if missing:

@@ -130,6 +130,7 @@ class Muon(NamedState):
             self.normuon.check(dedicated)
         super().__init__(groups, defaults={})
         self.names = {param: name for name, param in trainable.items()} | {dp.param: dp.fqn for dp in dedicated}
+        self.frozen = {canonical_fqn(name) for name, _ in model.named_parameters()} - trainable.keys()
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._adamw_implementation = adamw_implementation
         left_out = {dp.param for dp in dedicated}

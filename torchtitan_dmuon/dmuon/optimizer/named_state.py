@@ -15,7 +15,7 @@ import torch
 
 from ..ownership.spec import ParamSpec
 from ..runtime.param import DedicatedParam, Piece
-from ..state.optimizer import HEAVY_BALL, ByName, State, adamw_state
+from ..state.optimizer import HEAVY_BALL, ByName, State, adamw_state, tell_frozen
 from ..state.pieces import PartialTensor, logical_tensor, pair_parts, parts_of
 from ..transport.torch_private import state_dict_hooks
 from .amp import ScaledGradients
@@ -27,11 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class NamedState(ScaledGradients):
-    """``names`` has the canonical name of every parameter of the groups. ``state`` (PyTorch's) has, of a ``dedicated``
-    parameter, what this rank owns."""
+    """``names`` has the canonical name of every parameter of the groups, ``frozen`` those of all that are not trained.
+    ``state`` (PyTorch's) has, of a ``dedicated`` parameter, what this rank owns."""
 
     dedicated: list[DedicatedParam]
     names: dict[torch.Tensor, str]
+    frozen: set[str]
     rule: UpdateRule
     normuon: NorMuon | None
     _plain_adamw: torch.optim.AdamW | None
@@ -85,7 +86,8 @@ class NamedState(ScaledGradients):
 
         Args:
             state_dict: of :meth:`state_dict`, on the same mesh or loaded by DCP, or with whole tensors, as of one
-                process or from :func:`state_dict_from_torch`; every rank passes it.
+                process or from :func:`state_dict_from_torch`; every rank passes it. It may have been made before some
+                parameters were frozen: their state is left out, and a warning says so.
 
         Raises:
             ValueError: other groups, parameters or shapes, or momentum of another form; nothing has changed then.
@@ -97,11 +99,12 @@ class NamedState(ScaledGradients):
         check_muon_recipe(state_dict.get("muon", {}), self)
         updates = []
         if "param_groups" in state_dict:
-            updates = saved_hyperparameters(self.param_groups, self.names, state_dict["param_groups"])
+            updates = saved_hyperparameters(self.param_groups, self.names, state_dict["param_groups"], self.frozen)
         for part, values in self._paired(state_dict["state"], set(state_dict.get("fresh", ()))):
             part.copy_(values)
         for group, values in updates:
             group.update(values)
+        tell_frozen(state_dict["state"], self.frozen)
         for hook in state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
 
@@ -116,7 +119,7 @@ class NamedState(ScaledGradients):
             else:
                 there = sorted(saved.get(fqn, {})) or "nothing"
                 raise ValueError(f"{fqn}: the state dict has {there} of it, {name} is missing")
-        if unknown := sorted(saved.keys() - live.keys()):
+        if unknown := sorted(saved.keys() - live.keys() - self.frozen):
             raise ValueError(f"the state dict has {unknown[0]}, which this optimizer has not")
         return pairs
 

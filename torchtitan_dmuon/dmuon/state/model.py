@@ -15,7 +15,7 @@ from torch import nn
 from ..ownership.classify import canonical_fqn
 from ..runtime.handle import find_runtime
 from ..transport.torch_private import is_dedicated, own_persistent_buffers, sharded_parameters
-from .optimizer import State, adamw_state, flat_view
+from .optimizer import State, adamw_state, flat_view, tell_frozen
 from .pieces import PartialTensor, is_partial, logical_tensor, pair_parts, parts_of
 from .whole import gather_whole, scatter_whole
 
@@ -97,8 +97,12 @@ def set_optimizer_state_dict(
     broadcast_from_rank0: bool = False,
     strict: bool = True,
 ) -> None:
-    """Copy ``state`` (as from :func:`get_optimizer_state_dict`) into the optimizer. Arguments and errors are those of
-    :func:`set_model_state_dict`."""
+    """Copy ``state`` (as from :func:`get_optimizer_state_dict`) into the optimizer, but for that of frozen parameters.
+    Arguments and errors are those of :func:`set_model_state_dict`."""
+    frozen = {canonical_fqn(name) for name, param in sharded_parameters(model) if not param.requires_grad}
+    fqns = {key: key.rpartition(".")[0] for key in state}
+    tell_frozen(fqns.values(), frozen)
+    state = {key: tensor for key, tensor in state.items() if fqns[key] not in frozen}
     copy = _copier(model, full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0)
     copy(_live_optimizer(model, optimizer), state, strict=strict)
 

@@ -6,11 +6,14 @@ The tensors are live, as DCP saves and loads them in place. Where other ranks ho
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -48,6 +51,13 @@ class ByName(dict):
 
     def __reduce__(self) -> tuple:
         return OrderedDict, (), None, None, iter(self.items())  # torch.load takes it without knowing this class
+
+
+def tell_frozen(named: Iterable[str], frozen: Collection[str]) -> None:
+    """Say once that a state dict has the state of parameters that are frozen now, and that nobody takes it."""
+    if left_out := sorted({*named}.intersection(frozen)):
+        message = "the state dict has the state of %d parameters that are frozen now: it is left out (%s%s)"
+        logger.warning(message, len(left_out), left_out[0], ", ..." if len(left_out) > 1 else "")
 
 
 def convert_ema_momentum(state: Mapping[str, Any], momentum: float) -> dict[str, Any]:
