@@ -326,7 +326,7 @@ def test_default_restarts_follow_the_growth_of_errors(coefficients, restarts):
     "triples", [*TRIPLES.values(), [KJ] * 10, *(draw_triples(seed, 5 + seed) for seed in range(5))]
 )
 def test_gram_with_default_restarts_is_as_accurate_as_direct(triples):
-    """Within a factor of 2 in float32 and of 12 in float16, against float64; errors of R grow at tiny singular values.
+    """Within a factor of 5 in float32 and of 12 in float16, against float64; errors of R grow at tiny singular values.
     Without restarts the factor reaches 37 for ``kj``, 146 for ``polar_express``, and ten steps overflow."""
     newton_schulz = NewtonSchulz("gram", triples)
     stack = normalised(torch.stack([gaussian(48, 130, seed=7), ill_conditioned(48, 130)]))
@@ -336,7 +336,7 @@ def test_gram_with_default_restarts_is_as_accurate_as_direct(triples):
         result = form(stack.clone(), kernel).double() - expected
         return torch.linalg.matrix_norm(result) / torch.linalg.matrix_norm(expected)
 
-    for inputs, kernel, factor in ((stack, Kernel(), 2), (stack.half(), HalfKernel(), 12)):
+    for inputs, kernel, factor in ((stack, Kernel(), 5), (stack.half(), HalfKernel(), 12)):
         gram, direct = (errors(form, inputs, kernel) for form in (newton_schulz._gram, newton_schulz._direct))
         assert (gram < factor * direct).all(), (gram, direct)
     assert torch.equal(newton_schulz(stack), newton_schulz._gram(normalised(stack), Kernel()))
@@ -377,7 +377,7 @@ def test_a_vector_is_refused():
 @pytest.mark.parametrize("shape", [(64, 64), (64, 96), (64, 100), (64, 256), (96, 36)])
 def test_flops_are_those_of_the_table_and_those_executed(shape):
     s, aspect = min(shape), max(shape) / min(shape)
-    direct, gram = (20 * aspect + 10) * s**3, (28 + 8 * aspect) * s**3
+    direct, gram = (20 * aspect + 10) * s**3, (22 + 12 * aspect) * s**3  # float32 restarts twice
     assert (gram < direct) == (aspect > 1.5)
     for backend, expected in {"direct": direct, "gram": min(direct, gram)}.items():
         for name in SAFE:
@@ -404,7 +404,8 @@ def test_cost_with_symmetric_products_is_that_of_the_table(shape):
 def test_flops_of_the_largest_matrix():
     """28 + 8a with every product in full, 14 + 6a, about 19 TFLOP, with half of the symmetric ones."""
     full = NewtonSchulz(kernel="cublas")
-    assert full.flops(8192, 28672) == full.flops(28672, 8192) == 28 * 8192**3 + 8 * 8192**2 * 28672
+    cuda = torch.device("cuda")
+    assert full.flops(8192, 28672, cuda) == full.flops(28672, 8192, cuda) == 28 * 8192**3 + 8 * 8192**2 * 28672
     assert newton_schulz_flops(8192, 28672) == 14 * 8192**3 + 6 * 8192**2 * 28672
 
 
@@ -538,5 +539,5 @@ def test_deterministic_gives_every_product_one_matrix(monkeypatch):
     monkeypatch.setattr(module, "select_kernel", lambda *_: Recording())
     stack = gaussian(3, 20, 50)
     result = NewtonSchulz(deterministic=True)(stack)
-    assert batches == [1] * 6  # two segments of three matrices
+    assert batches == [1] * 9  # three segments of three matrices
     assert torch.equal(result, torch.stack([NewtonSchulz(deterministic=True)(matrix) for matrix in stack]))

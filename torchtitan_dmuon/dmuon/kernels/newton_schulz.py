@@ -36,8 +36,8 @@ _GRAM_MIN_ASPECT, _GRAM_MIN_ASPECT_SYMMETRIC = 1.5, 1.1
 _DIRECT_SQUARES, _GRAM_SQUARES = 2, 4
 
 # The Gram form restarts before an error of R has grown by more. float16 rounds to 2^-11, so an eigenvalue is then wrong
-# by 0.1 at most: one that should be 0 stays above -0.1, where the polynomials are close to those of 0. float32 runs where
-# exactness counts, not speed: half of that growth leaves the error of the direct form, all of it ten times that error.
+# by 0.1 at most: one that should be 0 stays above -0.1, where the polynomials are close to those of 0. float32 is for
+# exactness, not for speed: half of that growth leaves the error of the direct form, all of it ten times that error.
 _MAX_GROWTH = {torch.float16: 200, torch.float32: 100}
 
 # Iterations of up to so many operations, 5 ms of a fast GPU, are recorded and replayed: the host may need longer
