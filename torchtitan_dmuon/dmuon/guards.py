@@ -63,7 +63,7 @@ class _Watch:
         self._model = model
         self._runtime = runtime
         self._names = {dp.param: dp.fqn for dp in runtime.params}
-        self._versions = {param: torch_private.version_of(param) for param in self._names}
+        self._versions = torch_private.versions_of(self._names)
         self._look()
 
     def _look(self) -> None:
@@ -72,7 +72,7 @@ class _Watch:
         self._places = torch_private.places_of(self._model, self._names)
 
     def verify_quickly(self) -> None:
-        """Before every forward: about 0.1 ms for 1,000 parameters."""
+        """Before every forward: 0.3 ms for 1,000 parameters of 1,000 layers."""
         if any(holder.get(key) is not held for holder, key, held in self._way):
             self.verify()
         self._verify_unwritten()
@@ -92,13 +92,17 @@ class _Watch:
         self._verify_unwritten()
 
     def _verify_unwritten(self) -> None:
-        for param, before in self._versions.items():
-            if (version := torch_private.version_of(param)) != before:
-                self._versions[param] = version
-                local = torch_private.local_tensor(param).data
-                if not any(local.stride()):
-                    local.fill_(math.nan)
-                raise RuntimeError(
-                    f"somebody has written into {self._names[param]}, whose weight is at its owner: the write is lost. "
-                    "Write inside 'with dmuon.summon_full_params(model):', or use dmuon.set_model_state_dict"
-                )
+        versions = torch_private.versions_of(self._names)
+        if versions == self._versions:
+            return
+        pairs = zip(self._names.items(), versions, self._versions, strict=True)
+        written = {param: name for (param, name), now, before in pairs if now != before}
+        self._versions = versions
+        for local in (torch_private.local_tensor(param).data for param in written):
+            if not any(local.stride()):  # a placeholder
+                local.fill_(math.nan)
+        name = next(iter(written.values()))
+        raise RuntimeError(
+            f"somebody has written into {name}, whose weight is at its owner: the write is lost. "
+            "Write inside 'with dmuon.summon_full_params(model):', or use dmuon.set_model_state_dict"
+        )

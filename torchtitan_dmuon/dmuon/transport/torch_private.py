@@ -161,10 +161,9 @@ def way_to(model: nn.Module, wanted: Container[torch.Tensor]) -> list[tuple[dict
     return way
 
 
-def version_of(param: torch.Tensor) -> int:
-    """How often in-place operations have changed the parameter, or a DTensor's local tensor. Assigning ``.data`` does
-    not count."""
-    return param._version + (param._local_tensor._version if isinstance(param, DTensor) else 0)
+def versions_of(params: Iterable[torch.Tensor]) -> list[int]:
+    """How often in-place operations have changed each parameter. Assigning ``.data`` does not count."""
+    return [param._version for param in params]
 
 
 def is_last_hook(param: torch.Tensor, hook: Callable) -> bool:
