@@ -20,7 +20,7 @@ if (($("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') > 1)); the
 fi
 # Tensor parallelism is left to NCCL: DTensor's collectives crash over gloo on CUDA (torch 2.11).
 DMUON_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -p no:cacheprovider -m dist -k "not tp and not 1x2" "$@" \
-    tests/dmuon/optimizer/test_muon.py tests/dmuon/runtime/test_programs.py tests/dmuon/runtime/test_schedule.py tests/dmuon/transport/test_grid.py \
+    tests/dmuon/optimizer/test_muon.py tests/dmuon/optimizer/test_amp.py tests/dmuon/test_guards.py tests/dmuon/runtime/test_programs.py tests/dmuon/runtime/test_schedule.py tests/dmuon/transport/test_grid.py \
     tests/dmuon/runtime/test_param.py tests/dmuon/state/test_model.py tests/dmuon/state/test_materialize.py || status=$?
 DMUON_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu "$@" tests || status=$?
 exit "$status"
