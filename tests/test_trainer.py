@@ -32,6 +32,13 @@ def checkpoint_of(folder, step, out="out"):
     return torch.load(path)
 
 
+def scalars(folder, tag):
+    """[(step, value)] that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(e.step, e.value) for e in EventAccumulator(str(folder / "out" / "tb")).Reload().Scalars(tag)]
+
+
 def assert_bitwise(actual, expected):
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -109,17 +116,19 @@ def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folde
         assert run.steps[step] == pytest.approx(values, abs=2e-4), step
 
 
-@pytest.mark.parametrize(("degree", "tokens"), [(1, 64), (2, 32)])
-def test_tokens_and_flops_are_those_of_one_device(folder, degree, tokens):
+@pytest.mark.parametrize(("degree", "tokens"), [(1, 128), (2, 64)])
+def test_tokens_and_mfu_are_those_of_all_devices(folder, degree, tokens):
     """Tokens a second times seconds a step: ranks of one tensor-parallel group share the tokens of a step."""
-    options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree}
-    run = train(2, *tiny(folder, **options))
+    options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree, "metrics__peak_tflops": 0.1}
+    run = train(2, *tiny(folder, **options, metrics__enable_tensorboard=True))
     assert run.codes == [0, 0], run.output
     flops = float(re.search(r"parameters, ([\d.e+]+) FLOPs a token", run.output)[1])
-    figures = re.findall(r"tokens/s: ([\d,]+)  TFLOP/s: [\d.]+  .*?step: ([\d.]+) ms", run.output)
-    assert len(figures) == 4 and flops > 0, run.output
-    for rate, milliseconds in figures:
-        assert float(rate.replace(",", "")) * float(milliseconds) / 1000 == pytest.approx(tokens, rel=0.03)
+    for step in range(4):
+        rate, ms, mfu = (scalars(folder, f"train/{name}")[step][1] for name in ("tokens_per_second", "step_ms", "mfu"))
+        assert rate * ms / 1000 == pytest.approx(tokens, rel=1e-3)
+        assert mfu == pytest.approx(rate * flops / 2 / 0.1e12, rel=0.01)
+    lines = [line for line in run.output.splitlines() if "step: " in line]
+    assert ["slowest: rank " in line for line in lines] == [False, False, True, True], run.output
 
 
 def test_accumulation_does_not_change_the_losses(folder):

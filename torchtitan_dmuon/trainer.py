@@ -20,7 +20,7 @@ from torchtitan_dmuon.distributed import all_reduce, init_distributed, set_deter
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
-from torchtitan_dmuon.metrics import MetricsLogger
+from torchtitan_dmuon.metrics import MetricsLogger, RunFacts
 from torchtitan_dmuon.model import build_model, write_ownership
 from torchtitan_dmuon.optimizer import base_group, build_optimizer, clip_gradients, guarded_step
 from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
@@ -105,15 +105,17 @@ class Trainer:
                 self.loader.load_state_dict(state.loader)
             scheduled = state.lr_scheduler.get("last_epoch", 0)
         self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps, scheduled)
-        self.metrics = MetricsLogger(
-            config.metrics,
-            self.folder,
+        facts = RunFacts(
             self.rank,
+            dist.get_world_size(),
             self.device,
+            self.step,
+            config.training.steps,
             self._flops_per_token,
             self.optimizer.newton_schulz_flops if self.uses_muon else 0,
             config.parallelism.tensor_parallel_degree,
         )
+        self.metrics = MetricsLogger(config.metrics, self.folder, facts, self.model.layers)
 
     # ---------------------------------------------------------------- training
 
@@ -134,6 +136,7 @@ class Trainer:
         with (
             maybe_enable_profiling(config.profiling, self.folder, self.step) as profiler,
             maybe_enable_memory_snapshot(config.profiling, self.folder, self.step) as snapshots,
+            self.metrics.progress.running(),
         ):
             stopped = self._loop([recorder for recorder in (profiler, snapshots) if recorder is not None])
         self.metrics.close()
@@ -186,7 +189,7 @@ class Trainer:
                         self.meshes,
                         self.loss_context,
                     )
-                logger.info("validation: step: %4d  loss: %.4f", self.step, held_out)
+                logger.info("validation: step: %d/%d  loss: %.4f", self.step, steps, held_out)
                 self.metrics.write(self.step, {"loss": held_out}, prefix="validation")
 
             if self.step % config.training.gc_freq == 0:
@@ -203,15 +206,17 @@ class Trainer:
         with self.metrics.data.measure():
             micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
 
-        # One all-reduce over all ranks sums the valid tokens and what signals ask for. Tensor-parallel ranks read the
-        # same tokens: the first of them counts.
+        # One all-reduce over all ranks sums the valid tokens, what signals ask for, and each rank's time in a place of
+        # its own. Tensor-parallel ranks read the same tokens: the first of them counts.
         valid = 0
         if self.meshes.tp_rank == 0:
             valid = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches)
-        sums = torch.tensor([float(valid), *self.requests.mine(self.checkpointer.has_failed)])
+        asked = self.requests.mine(self.checkpointer.has_failed)
+        sums = torch.tensor([float(valid), *asked, *self.metrics.ranks.mine()])
         sums = all_reduce(sums.to(self.device, non_blocking=True), self.meshes.groups)
         valid_tokens = sums[0]
-        self.requests.agreed(sums[1:])
+        self.requests.agreed(sums[1 : 1 + len(asked)])
+        self.metrics.ranks.add(sums[1 + len(asked) :])
 
         loss = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):

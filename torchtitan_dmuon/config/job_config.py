@@ -47,6 +47,12 @@ class Metrics:
     disable_color_printing: bool = key(False, "log without ANSI colors")
     save_tb_folder: str = key("tb", "TensorBoard folder inside job.dump_folder", path=True)
     save_for_all_ranks: bool = key(False, "write metrics on every rank instead of rank 0 only")
+    peak_tflops: float | None = key(
+        None, "peak dense bf16 TFLOP/s of one device, for MFU; none looks the device up by its name", above=0
+    )
+    enable_progress_bar: bool = key(
+        False, "show a bar below the log lines; where stderr is no terminal, once with each log line"
+    )
 
 
 @dataclass(frozen=True)
