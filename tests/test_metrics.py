@@ -25,22 +25,25 @@ class Time:
 
 
 @pytest.mark.parametrize(("degree", "rate"), [(1, "1,600,000"), (4, "400,000")])
-def test_log_line(tmp_path, caplog, monkeypatch, degree, rate):
+def test_log_line(caplog, monkeypatch, degree, rate):
     """Ten steps of 2 s on 4 ranks, a fifth of the time in the data loader, and a checkpoint that does not count. All
     ranks of a tensor-parallel group read the same tokens."""
     now = Time(monkeypatch)
-    facts = RunFacts(0, 4, torch.device("cpu"), 0, 30, 10**6, 0, degree)
-    run = MetricsLogger(Metrics(peak_tflops=1.0), tmp_path, facts)
+    facts = RunFacts(0, 4, torch.device("cpu"), 0, 30, 10**6, degree)
+    run = MetricsLogger(Metrics(peak_tflops=1.0), facts)
     caplog.set_level("INFO", logger="torchtitan_dmuon")
     for step in range(1, 12):
         with run.data.measure():
             now.now += 0.4
-        with run.optimizer.measure():
-            now.now += 0.5
+        with run.clip.measure():
+            now.now += 0.1
+        with run.step.measure():
+            now.now += 0.4
         now.now += 1.1
         run.count_step(800_000)
+        assert run.is_due(step) == (step in (1, 10))
         if step in (1, 11):
-            run.log(step, 1.0, 2.0, 1e-3)
+            run.log(step, 0, 1.0, 2.0, [1e-3])
             with run.paused():
                 now.now += 10
     first, line = (re.sub(r"memory: \d+%", "memory: 9%", message) for message in caplog.messages)
@@ -51,18 +54,18 @@ def test_log_line(tmp_path, caplog, monkeypatch, degree, rate):
     assert line == f"step: 11/30  loss: 1.0000  {same}  elapsed: 0:32  ETA: 0:57  data: 20.0%  optimizer: 500.0 ms"
 
 
-def test_bar(tmp_path, capsys):
+def test_bar(capsys):
     """Where stderr is no terminal: a line with each log line."""
-    facts = RunFacts(0, 1, torch.device("cpu"), 5, 20, 1, 0)
-    run = MetricsLogger(Metrics(enable_progress_bar=True), tmp_path, facts)
+    facts = RunFacts(0, 1, torch.device("cpu"), 5, 20, 1)
+    run = MetricsLogger(Metrics(enable_progress_bar=True), facts)
     with run.progress.running():
         for step in range(6, 11):
             run.count_step(1)
             if step == 10:
-                run.log(step, 1.25, 1.0, 1e-3)
+                run.log(step, 0, 1.25, 1.0, [1e-3])
     shown = capsys.readouterr().err
     assert "5/20" in shown and "10/20" in shown and "7/20" not in shown and "loss: 1.2500" in shown
-    idle = RunFacts(1, 2, torch.device("cpu"), 5, 20, 1, 0)  # another rank
-    with MetricsLogger(Metrics(enable_progress_bar=True), tmp_path, idle).progress.running():
+    idle = RunFacts(1, 2, torch.device("cpu"), 5, 20, 1)  # another rank
+    with MetricsLogger(Metrics(enable_progress_bar=True), idle).progress.running():
         pass
     assert capsys.readouterr().err == ""

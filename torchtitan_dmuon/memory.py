@@ -25,6 +25,16 @@ class MemoryUse:
     total: int
     retries: int
 
+    def figures(self) -> dict[str, float]:
+        """By name, in GiB and as shares of the total."""
+        return {
+            "reserved_gib": self.reserved / 2**30,
+            "reserved_share": self.reserved / self.total,
+            "peak_gib": self.peak / 2**30,
+            "peak_share": self.peak / self.total,
+            "allocator_retries": self.retries,
+        }
+
     def __str__(self) -> str:
         peak, reserved = self.peak / self.total, self.reserved / self.total
         return f"{peak:.0%}" if self.peak == self.reserved else f"{reserved:.0%} (peak {peak:.0%})"
