@@ -31,9 +31,9 @@ VARIANTS: dict[str, list[str]] = {
     "AdamW": ["--optimizer.name", "AdamW", "--optimizer.lr", "4e-3"],
 }
 
-_STEP = re.compile(r"step:\s+(\d+)  loss: ([\d.naif]+)")
+_STEP = re.compile(r"step: (\d+)/\d+  loss: ([\d.naif]+)")
 _OPTIMIZER = re.compile(r"optimizer: ([\d.]+) ms")
-_VALIDATION = re.compile(r"validation: step:\s+\d+  loss: ([\d.naif]+)")
+_VALIDATION = re.compile(r"validation: step: \d+/\d+  loss: ([\d.naif]+)")
 
 
 @dataclass

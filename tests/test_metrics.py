@@ -1,27 +1,71 @@
 """The figures of a log line."""
 
 import re
-import time
 
 import pytest
 import torch
 
+from torchtitan_dmuon import clock, metrics
 from torchtitan_dmuon.config.job_config import Metrics
-from torchtitan_dmuon.metrics import MetricsLogger
+from torchtitan_dmuon.metrics import MetricsLogger, RunFacts
 
 
-@pytest.mark.parametrize("degree", [1, 4])
-def test_rates_are_those_of_one_device(tmp_path, caplog, degree):
-    """All ranks of a tensor-parallel group read the same tokens, and each does its share of their FLOPs."""
-    flops = 10**9
-    metrics = MetricsLogger(Metrics(), tmp_path, 0, torch.device("cpu"), flops, 0, degree)
-    metrics.begin_window()
-    with metrics.data.measure(), metrics.optimizer.measure():
-        time.sleep(0.02)
-    metrics.count_step(8_000_000)
-    with caplog.at_level("INFO", logger="torchtitan_dmuon"):
-        metrics.log(1, 1.0, 1.0, 1e-3)
-    tokens, tflops, ms = re.search(r"tokens/s: ([\d,]+)  TFLOP/s: ([\d.]+) .*step: ([\d.]+) ms", caplog.text).groups()
-    rate = float(tokens.replace(",", ""))
-    assert rate * float(ms) / 1000 == pytest.approx(8_000_000 / degree, rel=0.01)
-    assert float(tflops) == pytest.approx(rate * flops / 1e12, rel=0.01)
+class Time:
+    """Takes the place of ``time`` in the modules that measure."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for module in (clock, metrics, metrics.progress):
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self):
+        return self.now
+
+    monotonic = perf_counter
+
+
+@pytest.mark.parametrize(("degree", "rate"), [(1, "1,600,000"), (4, "400,000")])
+def test_log_line(caplog, monkeypatch, degree, rate):
+    """Ten steps of 2 s on 4 ranks, a fifth of the time in the data loader, and a checkpoint that does not count. All
+    ranks of a tensor-parallel group read the same tokens."""
+    now = Time(monkeypatch)
+    facts = RunFacts(0, 4, torch.device("cpu"), 0, 30, 10**6, degree)
+    run = MetricsLogger(Metrics(peak_tflops=1.0), facts)
+    caplog.set_level("INFO", logger="torchtitan_dmuon")
+    for step in range(1, 12):
+        with run.data.measure():
+            now.now += 0.4
+        with run.clip.measure():
+            now.now += 0.1
+        with run.step.measure():
+            now.now += 0.4
+        now.now += 1.1
+        run.count_step(800_000)
+        assert run.is_due(step) == (step in (1, 10))
+        if step in (1, 11):
+            run.log(step, 0, 1.0, 2.0, [1e-3])
+            with run.paused():
+                now.now += 10
+    first, line = (re.sub(r"memory: \d+%", "memory: 9%", message) for message in caplog.messages)
+    mfu = float(rate.replace(",", "")) * 10**6 / 4 / 1e12
+    same = f"grad_norm: 2.0000  lr: 1.000e-03  tokens/s: {rate}  MFU: {mfu:.1%}  memory: 9%"
+    assert first == f"step: 1/30  loss: 1.0000  {same}  elapsed: 0:02  data: 20.0%  optimizer: 500.0 ms"
+    # What is to come is estimated with the checkpoint: (20 s + 10 s) / 10 steps, 19 times.
+    assert line == f"step: 11/30  loss: 1.0000  {same}  elapsed: 0:32  ETA: 0:57  data: 20.0%  optimizer: 500.0 ms"
+
+
+def test_bar(capsys):
+    """Where stderr is no terminal: a line with each log line."""
+    facts = RunFacts(0, 1, torch.device("cpu"), 5, 20, 1)
+    run = MetricsLogger(Metrics(enable_progress_bar=True), facts)
+    with run.progress.running():
+        for step in range(6, 11):
+            run.count_step(1)
+            if step == 10:
+                run.log(step, 0, 1.25, 1.0, [1e-3])
+    shown = capsys.readouterr().err
+    assert "5/20" in shown and "10/20" in shown and "7/20" not in shown and "loss: 1.2500" in shown
+    idle = RunFacts(1, 2, torch.device("cpu"), 5, 20, 1)  # another rank
+    with MetricsLogger(Metrics(enable_progress_bar=True), idle).progress.running():
+        pass
+    assert capsys.readouterr().err == ""

@@ -1,27 +1,13 @@
-"""Profiler traces and memory snapshots on CPU, and the logger they report through."""
+"""Profiler traces and memory snapshots on CPU."""
 
 import json
 import logging
-import re
 
 import pytest
 import torch
 
 from torchtitan_dmuon.config.job_config import Profiling
-from torchtitan_dmuon.logging import init_logger, logger
 from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-
-
-@pytest.fixture(autouse=True)
-def fresh_logger():
-    """Each test starts with the logger that no one has initialised, and leaves it so."""
-    level, handlers, propagate = logger.level, logger.handlers[:], logger.propagate
-    logger.handlers.clear()
-    logger.propagate = True
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
-    logger.propagate = propagate
 
 
 def profile_steps(config, folder, steps, global_step=0):
@@ -90,26 +76,3 @@ def test_memory_snapshot_files(tmp_path):
     names = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.pickle"))
     folders = ("iteration_2", "iteration_4_out_of_memory")
     assert names == [f"memory_snapshot/{folder}/rank0_memory_snapshot.pickle" for folder in folders]
-
-
-def test_log_lines(capsys):
-    init_logger(rank=7, color=False)
-    init_logger(rank=3, color=False)
-    logger.info("hello %d", 5)
-    logger.debug("not shown")
-    logging.getLogger("torchtitan_dmuon.dmuon").info("from the runtime")
-    captured = capsys.readouterr()
-    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
-    assert re.fullmatch(
-        rf"\[rank 3\] {time} - INFO - hello 5\n\[rank 3\] {time} - INFO - from the runtime\n", captured.err
-    )
-    assert captured.out == ""
-
-
-def test_color_marks_warnings_and_errors_only(capsys):
-    init_logger(rank=0, color=True)
-    logger.info("a")
-    logger.warning("b")
-    logger.error("c")
-    lines = [re.sub(r"\] .* - [A-Z]+ - ", "] ", line) for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["[rank 0] a", "\x1b[33m[rank 0] b\x1b[0m", "\x1b[31m[rank 0] c\x1b[0m"]

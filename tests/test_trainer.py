@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from models.llama3 import model as llama3
@@ -32,6 +33,15 @@ def checkpoint_of(folder, step, out="out"):
     path = folder / f"{out}-{step}.pt"
     dcp_to_torch_save(str(folder / out / "checkpoint" / f"step-{step}"), str(path))
     return torch.load(path)
+
+
+def board(folder, axis=""):
+    return EventAccumulator(str(folder / "out" / "tb" / axis)).Reload()
+
+
+def scalars(folder, tag, axis=""):
+    """[(step, value)] that TensorBoard shows."""
+    return [(event.step, event.value) for event in board(folder, axis).Scalars(tag)]
 
 
 def assert_bitwise(actual, expected):
@@ -111,17 +121,21 @@ def test_compiled_blocks_under_tensor_parallelism_give_the_losses_of_eager(folde
         assert run.steps[step] == pytest.approx(values, abs=2e-4), step
 
 
-@pytest.mark.parametrize(("degree", "tokens"), [(1, 64), (2, 32)])
-def test_tokens_and_flops_are_those_of_one_device(folder, degree, tokens):
+@pytest.mark.parametrize(("degree", "tokens"), [(1, 128), (2, 64)])
+def test_tokens_and_mfu_are_those_of_all_devices(folder, degree, tokens):
     """Tokens a second times seconds a step: ranks of one tensor-parallel group share the tokens of a step."""
-    options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree}
-    run = train(2, *tiny(folder, **options))
+    options = {"checkpoint__enable": False, "parallelism__tensor_parallel_degree": degree, "metrics__peak_tflops": 0.1}
+    run = train(2, *tiny(folder, **options, metrics__enable_tensorboard=True))
     assert run.codes == [0, 0], run.output
     flops = float(re.search(r"parameters, ([\d.e+]+) FLOPs a token", run.output)[1])
-    figures = re.findall(r"tokens/s: ([\d,]+)  TFLOP/s: [\d.]+  .*?step: ([\d.]+) ms", run.output)
-    assert len(figures) == 4 and flops > 0, run.output
-    for rate, milliseconds in figures:
-        assert float(rate.replace(",", "")) * float(milliseconds) / 1000 == pytest.approx(tokens, rel=0.03)
+    for step in range(4):
+        rate, ms, mfu = (
+            scalars(folder, f"throughput/{name}")[step][1] for name in ("tokens_per_second", "step_ms", "mfu")
+        )
+        assert rate * ms / 1000 == pytest.approx(tokens, rel=1e-3)
+        assert mfu == pytest.approx(rate * flops / 2 / 0.1e12, rel=0.01)
+    lines = [line for line in run.output.splitlines() if "step: " in line]
+    assert ["slowest: rank " in line for line in lines] == [False, False, True, True], run.output
 
 
 def test_accumulation_does_not_change_the_losses(folder):
@@ -160,6 +174,18 @@ def test_activation_checkpointing_is_bitwise(folder, mode):
         assert recomputed.steps == plain.steps and len(plain.steps) == 3, recomputed.output
 
 
+TAGS = {
+    *(f"train/{name}" for name in ("loss", "grad_norm", "tokens")),
+    *(f"throughput/{name}" for name in ("tokens_per_second", "tflops_per_device", "step_ms", "forward_ms")),
+    *(f"throughput/{name}" for name in ("backward_ms", "data_share", "slowest_rank", "slowest_share")),
+    *(f"memory/{name}" for name in ("reserved_gib", "reserved_share", "peak_gib", "peak_share", "allocator_retries")),
+    *(f"optimizer/{name}" for name in ("ms", "clip_ms", "step_ms", "newton_schulz_ms", "newton_schulz_tflops")),
+    *(f"optimizer/{name}" for name in ("owner_load_max_over_mean", "lr/muon", "lr/adamw")),
+    *(f"optimizer/{name}/{route}" for name in ("weight_rms", "update_rms", "grad_norm") for route in ("muon", "fsdp2")),
+    "validation/loss",
+}
+
+
 def test_bf16_validation_and_tensorboard(folder):
     run = train(
         2,
@@ -178,16 +204,12 @@ def test_bf16_validation_and_tensorboard(folder):
     )
     assert run.codes == [0, 0], run.output
     assert run.output.count("validation: step:") == 2
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "out" / "tb")).Reload()
-    assert [round(e.value, 4) for e in events.Scalars("train/loss")] == pytest.approx(
+    assert [round(value, 4) for _, value in scalars(folder, "train/loss")] == pytest.approx(
         [values[0] for values in run.steps.values()], abs=1e-4
     )
-    assert [e.step for e in events.Scalars("validation/loss")] == [2, 4]
-    assert {"train/optimizer_ms", "train/step_ms", "train/data_ms", "train/peak_memory_gib"} <= set(
-        events.Tags()["scalars"]
-    )
+    assert [step for step, _ in scalars(folder, "validation/loss")] == [2, 4]
+    assert [step for step, _ in scalars(folder, "validation/loss", "by_tokens")] == [2 * 128, 4 * 128]
+    assert set(board(folder).Tags()["scalars"]) == TAGS
     table = json.loads((folder / "out/ownership.json").read_text())
     assert sum(row["route"] == "muon" for row in table) == 42 and [row["owners"] for row in table].count([0]) == 21
 
@@ -252,6 +274,7 @@ def test_ranks_with_other_data_are_told_at_start(folder):
         ("checkpoint.last_save_in_hf", "safetensors"),
         ("checkpoint.initial_load_in_hf", "safetensors"),
         ("metrics.enable_tensorboard", "tensorboard"),
+        ("metrics.enable_wandb", "wandb"),
     ],
 )
 def test_a_missing_package_is_told_at_start(folder, monkeypatch, key, package):

@@ -1,25 +1,10 @@
-"""Model FLOPs and device peaks: the two figures MFU is made of.
+"""Model FLOPs: those of one token's forward and backward.
 
-Here: the FLOPs of one token's forward and backward, and dense bf16 peaks by device name. Not here: timing and
-reporting (`metrics.py`), and the optimizer's FLOPs, which are no model FLOPs and have their own figures.
+Device peaks are in `peak_flops.py`, timing and reporting in `metrics.py`. The optimizer's FLOPs are no model FLOPs and
+have their own figures.
 """
 
-import re
-
 from torch import nn
-
-# Dense bf16 TFLOP/s from the vendors' data sheets (half of the figures quoted "with sparsity"). Patterns are
-# whole words of the name that the driver reports: H20 begins H200, and the forms of H100 differ by 30%.
-_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    (r"\bA100\b", 312.0),
-    (r"\bH100\b.*\bNVL\b", 835.0),
-    (r"\bH100\b.*\bPCIe\b", 756.0),
-    (r"\bH100\b.*\b(HBM3|SXM5?)\b", 989.0),  # the SXM form calls itself "NVIDIA H100 80GB HBM3"
-    (r"\bH200\b(?!.*\bNVL\b)", 989.0),
-    (r"\bH20\b", 148.0),
-    (r"\bB200\b", 2250.0),
-    (r"\bMI300X\b", 1300.0),
-)
 
 
 def num_matmul_parameters(model: nn.Module) -> int:
@@ -50,16 +35,3 @@ def num_flops_per_token(
         seq_len: tokens in a training sequence.
     """
     return 6 * num_matmul_parameters + 6 * n_layers * n_heads * (qk_dim + v_dim) * seq_len
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of the device that `torch.cuda.get_device_name()` calls `device_name`.
-
-    None for a device not in the table and for a MIG slice of one that is: no MFU is better than a wrong one.
-    """
-    if re.search(r"\bMIG\b", device_name):
-        return None
-    for pattern, tflops in _PEAK_TFLOPS:
-        if re.search(pattern, device_name, flags=re.IGNORECASE):
-            return tflops * 1e12
-    return None

@@ -5,7 +5,9 @@ Metric lines are composed in `metrics`.
 """
 
 import logging
+import os
 import sys
+from pathlib import Path
 
 logger = logging.getLogger("torchtitan_dmuon")
 
@@ -13,10 +15,19 @@ _RESET = "\x1b[0m"
 _LEVEL_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 
 
-class _RankFormatter(logging.Formatter):
-    def __init__(self, rank: int, color: bool):
-        super().__init__(f"[rank {rank}] %(asctime)s - %(levelname)s - %(message)s")
+class _ShortFormatter(logging.Formatter):
+    """`[rank3]:12-01 05:07:44 message`, with `warning: ` before a warning. Messages of errors begin with `error: `
+    themselves, as those do that are written before there is a logger."""
+
+    def __init__(self, rank: int | None, color: bool):
+        prefix = "" if rank is None else f"[rank{rank}]:"
+        super().__init__(f"{prefix}%(asctime)s %(message)s", "%m-%d %H:%M:%S")
         self.color = color
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno == logging.WARNING:
+            record.message = f"warning: {record.message}"
+        return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -24,8 +35,17 @@ class _RankFormatter(logging.Formatter):
         return f"{color}{text}{_RESET}" if color else text
 
 
+def _torchrun_adds_rank() -> bool:
+    """Whether stderr is a log file of torchrun's, which copies each line to the console with `[rank3]:` before it."""
+    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent
+    try:
+        return os.path.samestat(os.fstat(sys.stderr.fileno()), os.stat(folder / "stderr.log"))
+    except (OSError, ValueError):  # no such file, or a stderr without one
+        return False
+
+
 def init_logger(rank: int, color: bool = True) -> None:
-    """Print our log records of level INFO and above to stderr as `[rank R] time - level - message`.
+    """Print our log records of level INFO and above to stderr, a short prefix before each.
 
     Calling it again replaces the handler of the call before. Records stop propagating to the root logger, so
     that a library that configures the root does not print them a second time.
@@ -38,7 +58,7 @@ def init_logger(rank: int, color: bool = True) -> None:
             logger.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name(logger.name)
-    handler.setFormatter(_RankFormatter(rank, color))
+    handler.setFormatter(_ShortFormatter(None if _torchrun_adds_rank() else rank, color))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan_dmuon import dmuon
+from torchtitan_dmuon.clock import Clock, Stopwatch
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
 from torchtitan_dmuon.families import Attention
 from torchtitan_dmuon.parallel import Meshes
@@ -119,11 +120,23 @@ def track_attention(model: nn.Module, threshold: float, tensor_parallel_degree: 
     return dmuon.QKClip(layers, threshold)
 
 
-def build_newton_schulz(config: JobConfig) -> dmuon.NewtonSchulz:
+class TimedNewtonSchulz(dmuon.NewtonSchulz):
+    """Measures its iterations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.watch = Stopwatch(Clock(torch.cuda.is_available()))
+
+    def iterate(self, x: torch.Tensor) -> torch.Tensor:
+        with self.watch.measure():
+            return super().iterate(x)
+
+
+def build_newton_schulz(config: JobConfig) -> TimedNewtonSchulz:
     """Raises ConfigError when the ``[dmuon]`` keys do not go together."""
     section = config.dmuon
     try:
-        return dmuon.NewtonSchulz(
+        return TimedNewtonSchulz(
             section.ns_backend,
             section.ns_coefficients,
             steps=section.ns_steps,

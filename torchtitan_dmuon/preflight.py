@@ -132,6 +132,7 @@ def _check_packages(config: JobConfig) -> None:
         "checkpoint.last_save_in_hf": (checkpoint.last_save_in_hf, "safetensors"),
         "checkpoint.initial_load_in_hf": (checkpoint.initial_load_in_hf, "safetensors"),
         "metrics.enable_tensorboard": (config.metrics.enable_tensorboard, "tensorboard"),
+        "metrics.enable_wandb": (config.metrics.enable_wandb, "wandb"),
     }
     missing = Problems()
     for key, (wanted, package) in needed.items():

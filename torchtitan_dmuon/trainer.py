@@ -20,13 +20,13 @@ from torchtitan_dmuon.distributed import all_reduce, init_distributed, set_deter
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
-from torchtitan_dmuon.metrics import MetricsLogger
 from torchtitan_dmuon.model import build_model, write_ownership
-from torchtitan_dmuon.optimizer import base_group, build_optimizer, clip_gradients, guarded_step
+from torchtitan_dmuon.optimizer import build_optimizer, clip_gradients, guarded_step
 from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
 from torchtitan_dmuon.profiling import Recorder, maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan_dmuon.signals import Requests, SignalWatch
 from torchtitan_dmuon.validation import validate
+from torchtitan_dmuon.watch import build_metrics
 
 
 class NonFiniteError(ArithmeticError):
@@ -105,14 +105,15 @@ class Trainer:
                 self.loader.load_state_dict(state.loader)
             scheduled = state.lr_scheduler.get("last_epoch", 0)
         self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps, scheduled)
-        self.metrics = MetricsLogger(
-            config.metrics,
+        self.metrics = build_metrics(
+            config,
             self.folder,
-            self.rank,
-            self.device,
+            self.meshes,
+            self.model,
+            self.optimizer,
             self._flops_per_token,
-            self.optimizer.newton_schulz_flops if self.uses_muon else 0,
-            config.parallelism.tensor_parallel_degree,
+            self.step,
+            self._tokens(),
         )
 
     # ---------------------------------------------------------------- training
@@ -134,6 +135,7 @@ class Trainer:
         with (
             maybe_enable_profiling(config.profiling, self.folder, self.step) as profiler,
             maybe_enable_memory_snapshot(config.profiling, self.folder, self.step) as snapshots,
+            self.metrics.progress.running(),
         ):
             stopped = self._loop([recorder for recorder in (profiler, snapshots) if recorder is not None])
         self.metrics.close()
@@ -153,12 +155,12 @@ class Trainer:
         self.metrics.begin_window()
         while self.step < steps and not stopped:
             self.step += 1
-            lr = self.scheduler.get_last_lr()[base_group(self.optimizer)]
+            lrs = self.scheduler.get_last_lr()
             loss, grad_norm = self.train_step(batches)
 
-            if self.step == first or self.step % config.metrics.log_freq == 0:
+            if self.metrics.is_due(self.step):
                 self._raise_if_bad()
-                self.metrics.log(self.step, loss.item(), grad_norm.item(), lr)
+                self.metrics.log(self.step, self._tokens(), loss.item(), grad_norm.item(), lrs)
 
             asked = self.requests.read()
             if asked.failed:
@@ -186,8 +188,8 @@ class Trainer:
                         self.meshes,
                         self.loss_context,
                     )
-                logger.info("validation: step: %4d  loss: %.4f", self.step, held_out)
-                self.metrics.write(self.step, {"loss": held_out}, prefix="validation")
+                logger.info("validation: step: %d/%d  loss: %.4f", self.step, steps, held_out)
+                self.metrics.write(self.step, self._tokens(), {"validation/loss": held_out})
 
             if self.step % config.training.gc_freq == 0:
                 gc.collect()
@@ -203,15 +205,17 @@ class Trainer:
         with self.metrics.data.measure():
             micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
 
-        # One all-reduce over all ranks sums the valid tokens and what signals ask for. Tensor-parallel ranks read the
-        # same tokens: the first of them counts.
+        # One all-reduce over all ranks sums the valid tokens, what signals ask for, and each rank's time in a place of
+        # its own. Tensor-parallel ranks read the same tokens: the first of them counts.
         valid = 0
         if self.meshes.tp_rank == 0:
             valid = sum(int((mb["labels"] != IGNORE_INDEX).sum()) for mb in micro_batches)
-        sums = torch.tensor([float(valid), *self.requests.mine(self.checkpointer.has_failed)])
+        asked = self.requests.mine(self.checkpointer.has_failed)
+        sums = torch.tensor([float(valid), *asked, *self.metrics.ranks.mine()])
         sums = all_reduce(sums.to(self.device, non_blocking=True), self.meshes.groups)
         valid_tokens = sums[0]
-        self.requests.agreed(sums[1:])
+        self.requests.agreed(sums[1 : 1 + len(asked)])
+        self.metrics.ranks.add(sums[1 + len(asked) :])
 
         loss = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
@@ -225,16 +229,19 @@ class Trainer:
             tokens = micro_batch["input"].to(self.device, non_blocking=True)
             labels = micro_batch["labels"].to(self.device, non_blocking=True)
             with self.loss_context():
-                part = whole(self.loss_fn(self.model(tokens), labels)) / valid_tokens
-                part.backward()
+                with self.metrics.forward.measure():
+                    part = whole(self.loss_fn(self.model(tokens), labels)) / valid_tokens
+                with self.metrics.backward.measure():
+                    part.backward()
             loss += part.detach()
         all_reduce(loss, self.meshes.dp_groups)
 
         self.checkpointer.wait_staged()  # weights are about to change
-        with self.metrics.optimizer.measure():
+        with self.metrics.clip.measure():
             grad_norm = clip_gradients(self.optimizer, self.config, self.meshes)
-            bad = ~(loss.isfinite() & grad_norm.isfinite())
-            self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
+        bad = ~(loss.isfinite() & grad_norm.isfinite())
+        self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
+        with self.metrics.around_step(self.step), self.metrics.step.measure():
             if self._found_inf_on_device:
                 guarded_step(self.optimizer, (self._bad_step > 0).float())
             else:
@@ -253,6 +260,10 @@ class Trainer:
                 f"step {bad_step}: the loss or the gradient norm is not finite; no weight has moved since step "
                 f"{bad_step - 1}. Resume from the last checkpoint with a lower optimizer.lr or other data"
             )
+
+    def _tokens(self) -> int:
+        """Of all ranks since the first step of the run."""
+        return self.loader.state_dict()["consumed_samples"] * self.config.training.seq_len
 
     def _state(self) -> TrainState:
         return TrainState(

@@ -15,10 +15,10 @@ sys.modules[spec.name] = compare  # dataclasses look their module up
 spec.loader.exec_module(compare)
 
 LOG = """
-[rank 0] - INFO - step:    1  loss: 5.5000  grad_norm: 4.2  lr: 4.000e-03  tokens/s: 110  optimizer: 30.0 ms  data: 1 ms
-[rank 0] - INFO - step:    2  loss: 4.0000  grad_norm: 4.2  lr: 4.000e-03  tokens/s: 110  optimizer: 10.0 ms  data: 1 ms
-[rank 0] - INFO - validation: step:    2  loss: 4.2500
-[rank 0] - INFO - step:    3  loss: 3.0000  grad_norm: 4.2  lr: 4.000e-03  tokens/s: 110  optimizer: 20.0 ms  data: 1 ms
+[rank0]:12-01 05:07:44 step: 1/3  loss: 5.5000  grad_norm: 4.2  lr: 4.000e-03  data: 1.0%  optimizer: 30.0 ms
+[rank0]:12-01 05:07:44 step: 2/3  loss: 4.0000  grad_norm: 4.2  lr: 4.000e-03  data: 1.0%  optimizer: 10.0 ms
+[rank0]:12-01 05:07:44 validation: step: 2/3  loss: 4.2500
+[rank0]:12-01 05:07:44 step: 3/3  loss: 3.0000  grad_norm: 4.2  lr: 4.000e-03  data: 1.0%  optimizer: 20.0 ms
 """
 
 

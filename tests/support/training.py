@@ -26,7 +26,7 @@ TINY = Llama3Args(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden_dim=3
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_LINE = re.compile(r"step:\s+(\d+)  loss: ([\d.naif]+)  grad_norm: ([\d.naif]+)  lr: ([\d.e+-]+)")
+_LINE = re.compile(r"step: (\d+)/\d+  loss: ([\d.naif]+)  grad_norm: ([\d.naif]+)  lr: ([\d.e+-]+)")
 
 
 @dataclass

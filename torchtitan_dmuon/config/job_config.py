@@ -40,13 +40,20 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Log lines and TensorBoard."""
+    """Log lines, TensorBoard and Weights & Biases."""
 
     log_freq: int = key(10, "steps between two log lines", minimum=1)
     enable_tensorboard: bool = key(False, "write TensorBoard event files")
+    enable_wandb: bool = key(False, "write to Weights & Biases; WANDB_PROJECT names the project")
     disable_color_printing: bool = key(False, "log without ANSI colors")
     save_tb_folder: str = key("tb", "TensorBoard folder inside job.dump_folder", path=True)
     save_for_all_ranks: bool = key(False, "write metrics on every rank instead of rank 0 only")
+    peak_tflops: float | None = key(
+        None, "peak dense bf16 TFLOP/s of one device, for MFU; none looks the device up by its name", above=0
+    )
+    enable_progress_bar: bool = key(
+        False, "show a bar below the log lines; where stderr is no terminal, once with each log line"
+    )
 
 
 @dataclass(frozen=True)

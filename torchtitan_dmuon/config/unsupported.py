@@ -15,7 +15,6 @@ def _not_yet(section: str, *names: str) -> dict[str, str]:
 UNSUPPORTED: dict[str, str] = {
     "job.save_config_file": "the resolved config is written beside every checkpoint",
     "job.custom_config_module": "every key is declared in torchtitan_dmuon/config/job_config.py",
-    "metrics.enable_wandb": _NOT_YET,
     "model.tokenizer_path": "use model.hf_assets_path",
     **_not_yet("model", "converters", "print_after_conversion"),
     "optimizer.early_step_in_backward": "the update needs the gradient norm of all parameters first",
