@@ -24,6 +24,8 @@ source scripts/setup.sh train
 for argument in "$@"; do
     if [[ $argument == --help || $argument == -h ]]; then
         exec "$PYTHON" -m torchtitan_dmuon.config --help
+    elif [[ $argument == --plan || $argument == --plan=* ]]; then  # what this run needs, instead of the run
+        exec "$PYTHON" -m torchtitan_dmuon.plan --job.config_file "$CONFIG_FILE" "$@"
     fi
 done
 # Mistakes are told once, all of them, before torchrun starts a process that would tell them again.

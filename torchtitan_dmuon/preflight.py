@@ -53,9 +53,10 @@ class Examined:
     model_args: Any
 
 
-def examine(config: JobConfig, world_size: int, problems: Problems) -> Examined:
+def examine(config: JobConfig, world_size: int, problems: Problems, only_model: bool = False) -> Examined:
     """Check flavor, tokenizer, degrees, batch sizes, paths, patterns and HuggingFace names of a run on `world_size`
-    ranks. A check that reads a key of `problems` is left out: `config` has that key's default.
+    ranks. A check that reads a key of `problems` is left out: `config` has that key's default. With `only_model`, data,
+    folders and packages are left out, which are those of the machines that will train.
 
     Raises:
         ConfigError: the lines of `problems`, and a line for each new problem.
@@ -71,12 +72,14 @@ def examine(config: JobConfig, world_size: int, problems: Problems) -> Examined:
 
     dims = attempt(lambda: ParallelDims.from_config(config.parallelism, world_size), "parallelism")
     attempt(lambda: _check_seed_checkpoint(config, world_size), "checkpoint.create_seed_checkpoint")
-    attempt(lambda: _check_folders(config), "job.dump_folder", "checkpoint.folder")
-    attempt(lambda: _check_packages(config))
-    attempt(lambda: build_newton_schulz(config), *(f"dmuon.ns_{name}" for name in _NEWTON_SCHULZ))
-    for section in ("training", "validation"):
-        attempt(lambda section=section: _check_data(config, section), f"{section}.dataset", f"{section}.dataset_path")
-    attempt(lambda: _check_initial_checkpoint(config), *_INITIAL_KEYS)
+    if not only_model:
+        attempt(lambda: _check_folders(config), "job.dump_folder", "checkpoint.folder")
+        attempt(lambda: _check_packages(config))
+        attempt(lambda: build_newton_schulz(config), *(f"dmuon.ns_{name}" for name in _NEWTON_SCHULZ))
+        for section in ("training", "validation"):
+            keys = (f"{section}.dataset", f"{section}.dataset_path")
+            attempt(lambda section=section: _check_data(config, section), *keys)
+        attempt(lambda: _check_initial_checkpoint(config), *_INITIAL_KEYS)
     if dims is not None:
         sizes = ("training.local_batch_size", "training.global_batch_size", "training.dataloader")
         attempt(lambda: training_loader(config).check(dims.dp_size), *sizes)
@@ -255,18 +258,23 @@ def _number_from(variable: str, default: int) -> int:
     return int(text)
 
 
+def count_processes() -> tuple[int, int]:
+    """(processes of this node, of all nodes) from the environment: by default one a GPU, two on the CPU. Raises
+    ConfigError."""
+    processes = _number_from("NGPU", torch.cuda.device_count() or 2)
+    return processes, processes * _number_from("NNODES", 1)
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    gpus = torch.cuda.device_count()
     try:
-        processes = _number_from("NGPU", gpus or 2)  # two on the CPU
-        ranks = processes * _number_from("NNODES", 1)
+        processes, ranks = count_processes()
         config, problems = read_config(argv)
         examine(config, ranks, problems)
     except ConfigError as error:
         print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return 1
-    print(processes, gpus, os.cpu_count())
+    print(processes, torch.cuda.device_count(), os.cpu_count())
     return 0
 
 

@@ -105,8 +105,8 @@ def apply_compile(blocks: nn.ModuleList, config: Compile) -> None:
     logger.info("Compiled each block with torch.compile (%s)", config.backend)
 
 
-def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Decision], config: JobConfig) -> None:
-    """Give every planned matrix its owner. Before FSDP2, which then manages only the rest (if there is any)."""
+def dedication(model: nn.Module, plan: dict[str, dmuon.Decision], config: JobConfig) -> dict[str, Any]:
+    """The arguments of ``dmuon.dedicate_params`` that say which parameters get an owner, and on which route."""
     everything = config.dmuon.others == "dedicated"
     shared = {name for name in plan if name.startswith(("tok_embeddings.", "output."))}
 
@@ -115,26 +115,33 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
             return "muon"
         return "sharded_adamw" if name in shared else "adamw"
 
+    return {
+        "predicate": lambda name, param: everything or plan[name].muon,
+        "route_hint_fn": route,
+        "reasons": {name: decision.reason for name, decision in plan.items()},
+        "param_policy": {
+            "defaults": {
+                "param_dtype": DTYPES[config.training.mixed_precision_param],
+                "grad_dtype": DTYPES[config.training.mixed_precision_reduce],
+                "cast_forward_inputs": False,  # blocks also get the rotary table, which stays float32
+            },
+            "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
+        },
+    }
+
+
+def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Decision], config: JobConfig) -> None:
+    """Give every planned matrix its owner. Before FSDP2, which then manages only the rest (if there is any)."""
     try:
         assignment = dmuon.dedicate_params(
             model,
             meshes.dp_shard,
-            predicate=lambda name, param: everything or plan[name].muon,
             replicate_mesh=meshes.dp_replicate,
             tp_mesh=meshes.tp,
-            route_hint_fn=route,
-            reasons={name: decision.reason for name, decision in plan.items()},
-            param_policy={
-                "defaults": {
-                    "param_dtype": DTYPES[config.training.mixed_precision_param],
-                    "grad_dtype": DTYPES[config.training.mixed_precision_reduce],
-                    "cast_forward_inputs": False,  # blocks also get the rotary table, which stays float32
-                },
-                "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
-            },
             reshard_after_forward=config.dmuon.reshard_after_forward,
             prefetch=config.dmuon.prefetch,
             process_group_policy=config.dmuon.process_group_policy,
+            **dedication(model, plan, config),
         )
     except ValueError as error:  # found on every rank, before the first collective
         raise ConfigError("[dmuon]", None, str(error)) from None

@@ -97,7 +97,7 @@ def test_different_dtypes_go_the_plain_way(monkeypatch):
 def test_batches_are_of_about_one_size(monkeypatch):
     stack = stack_of(pieces("matrices", "float32", CPU, count=7), "matrices")
     for limit, sizes in ((7, [7]), (6, [4, 3]), (3, [3, 3, 1]), (1, [1] * 7)):
-        monkeypatch.setattr(stack_module, "_BATCH_BYTES", limit * 1000)
+        monkeypatch.setattr(stack_module, "BATCH_BYTES", limit * 1000)
         assert [len(views) for views in stack._batches(matrix_bytes=1000)] == sizes
 
 

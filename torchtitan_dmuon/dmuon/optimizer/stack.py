@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..kernels.passes import StackPasses  # needs Triton
 
 # Most bytes of the matrices that go through Newton-Schulz together and of its workspace: larger batches are no faster.
-_BATCH_BYTES = 2 << 30
+BATCH_BYTES = 2 << 30
 
 # Factors of an update [m, n], m outputs by n inputs.
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -82,8 +82,8 @@ class MatrixStack:
         return element * math.prod(self.shape) + 8 * min(self.shape) ** 2
 
     def _batches(self, matrix_bytes: int) -> Iterator[list[MatrixView]]:
-        """Runs of views, about equally many matrices each, that fit ``_BATCH_BYTES``. A larger view is one alone."""
-        limit = max(1, _BATCH_BYTES // matrix_bytes)
+        """Runs of views, about equally many matrices each, that fit ``BATCH_BYTES``. A larger view is one alone."""
+        limit = max(1, BATCH_BYTES // matrix_bytes)
         limit = math.ceil(self.count / math.ceil(self.count / limit))
         batch: list[MatrixView] = []
         for view in self.views:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Reductions in each stage before the oldest is waited for: they bound the memory of packed gradients without stalling
 # the unit whose gradients are being packed.
-_MAX_REDUCTIONS_IN_FLIGHT = 2
+MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
 class Phase(enum.Enum):
@@ -278,7 +278,7 @@ class UnitSchedule:
             self._reductions.append(unit.launch_reduce(goes_on=self.all_reduce_gradients))
             self.has_gradients = True
             with self.lanes.side_stream("reduce") if self.lanes.staged else contextlib.nullcontext():
-                self._advance(leave=_MAX_REDUCTIONS_IN_FLIGHT)
+                self._advance(leave=MAX_REDUCTIONS_IN_FLIGHT)
 
     def _in_stage(self, stage: Stage) -> list[Reduction]:
         return [reduction for reduction in self._reductions if reduction.stage is stage]
