@@ -4,14 +4,32 @@ import gc
 import sys
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_dmuon.checkpoint import CheckpointError
-from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
+from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_toml, load_config
 from torchtitan_dmuon.data import DataError
 from torchtitan_dmuon.distributed import world_from_env
 from torchtitan_dmuon.logging import init_logger, logger
-from torchtitan_dmuon.signals import SignalWatch
+from torchtitan_dmuon.signals import SignalWatch, end_with_parent
 from torchtitan_dmuon.trainer import NonFiniteError, Trainer
+
+
+@record
+def _train(config: JobConfig, trainer: type[Trainer]) -> int:
+    """As :func:`main`. ``record`` notes any other exception in a file that the launcher reads, before ``main``
+    destroys the process group: the other ranks then fail too, and theirs would be noted first."""
+    try:
+        with SignalWatch(config.checkpoint.grace_seconds) as signals:
+            trainer(config, signals).train()
+    except ConfigError as error:
+        for line in error.lines:
+            logger.error("error: %s", line)
+        return 1
+    except (DataError, CheckpointError, NonFiniteError) as error:
+        logger.error("error: %s", " ".join(str(error).split()))
+        return 1
+    return 0
 
 
 def main(argv: list[str], trainer: type[Trainer] = Trainer) -> int:
@@ -27,22 +45,14 @@ def main(argv: list[str], trainer: type[Trainer] = Trainer) -> int:
     if config.job.print_config:
         logger.info("Resolved config:\n%s", config_to_toml(config))
     try:
-        with SignalWatch(config.checkpoint.grace_seconds) as signals:
-            trainer(config, signals).train()
-    except ConfigError as error:
-        for line in error.lines:
-            logger.error("error: %s", line)
-        return 1
-    except (DataError, CheckpointError, NonFiniteError) as error:
-        logger.error("error: %s", " ".join(str(error).split()))
-        return 1
+        return _train(config, trainer)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         # The groups' threads must be gone before the interpreter is: model and groups refer to each other in cycles.
         gc.collect()
-    return 0
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@
 # On H200: 2, 2 and 7 minutes, the last most of it in Triton's compiler.
 set -euo pipefail
 
-CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 PYTHON=${PYTHON:-python3}
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "error: gpu_check.sh needs a CUDA device"'
 

@@ -2,7 +2,7 @@
 # Lint and tests: ./scripts/test.sh [--fast] [pytest arguments]. --fast leaves out the slow, distributed and GPU tests.
 set -euo pipefail
 
-CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 source scripts/setup.sh test
 
 if [[ ${1:-} == --fast ]]; then

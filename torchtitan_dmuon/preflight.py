@@ -2,9 +2,10 @@
 
     python -m torchtitan_dmuon.preflight [--section.key value ...]
 
-`run_train.sh` calls this before torchrun. It prints the number of processes on this node, its GPUs and its cores on one
-line; or an `error:` line for each problem on stderr, and exits 1. NGPU and NNODES are read as `run_train.sh` documents
-them. Every rank of a run calls `examine` again, so that plain torchrun finds the same problems.
+`run_train.sh` calls this before torchrun. It prints the number of processes on this node, its GPUs, its cores and
+`job.dump_folder` on one line; or an `error:` line for each problem on stderr, and exits 1. NGPU and NNODES are read as
+`run_train.sh` documents them. Every rank of a run calls `examine` again, so that plain torchrun finds the
+same problems.
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return 1
-    print(processes, torch.cuda.device_count(), os.cpu_count())
+    print(processes, torch.cuda.device_count(), os.cpu_count(), config.job.dump_folder)
     return 0
 
 

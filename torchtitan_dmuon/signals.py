@@ -6,8 +6,10 @@ of them save after the same step.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from types import FrameType
@@ -18,6 +20,14 @@ from torchtitan_dmuon.logging import logger
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _SAVE = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends (Linux). A rank whose launcher was killed
+    would hold its GPU, which the ranks of the next launcher need."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 class SignalWatch:

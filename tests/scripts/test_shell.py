@@ -35,4 +35,4 @@ def test_run_train_with_an_exported_cdpath(tmp_path):
 def test_no_cd_looks_at_cdpath(script):
     for line in (ROOT / script).read_text().splitlines():
         if re.search(r"(^|[(;&]|\s)cd ", line.partition("#")[0]):
-            assert "CDPATH= cd -- " in line and ">/dev/null" in line, line
+            assert "CDPATH='' cd -- " in line and ">/dev/null" in line, line

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -89,7 +89,7 @@ def assert_refused(run: Run, message: str) -> None:
         assert len(errors) == 1 and message in errors[0], output
 
 
-def _launch(launcher: str, arguments: list[str], output: str) -> None:
+def _launch(launcher: str, arguments: list[str], output: str, trainer: type[Trainer]) -> None:
     """In a process that has imported everything: the launcher, whose ranks are forks of it and run ``train.py``."""
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -97,7 +97,8 @@ def _launch(launcher: str, arguments: list[str], output: str) -> None:
     os.chdir(ROOT)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flavors["tiny"] = TINY
-    importlib.import_module(launcher).main(["--start-method", "fork", "--run-path", *arguments])
+    importlib.import_module("torchtitan_dmuon.trainer").Trainer = trainer
+    sys.exit(importlib.import_module(launcher).main(["--start-method", "fork", "--run-path", *arguments]))
 
 
 class Torchrun:
@@ -105,15 +106,23 @@ class Torchrun:
     its processes end with the ``with`` block.
 
     Unless it is ``fresh``, its processes are forks of one that has imported everything. Such ranks do not end by
-    themselves after plain torchrun got SIGTERM: it kills them 30 s later. Fresh processes have no flavor ``tiny``."""
+    themselves after plain torchrun got SIGTERM: it kills them 30 s later. Fresh processes have no flavor ``tiny``.
+    ``options`` are the launcher's; ``trainer`` takes the Trainer's place in forks."""
 
     def __init__(
-        self, folder: Path, world: int, *arguments: str, launcher: str = "torchtitan_dmuon.launch", fresh: bool = False
+        self,
+        folder: Path,
+        world: int,
+        *arguments: str,
+        launcher: str = "torchtitan_dmuon.launch",
+        fresh: bool = False,
+        options: Sequence[str] = (),
+        trainer: type[Trainer] = Trainer,
     ) -> None:
         self._file = folder / "torchrun.log"
         self._file.touch()
         self._read = 0
-        command = ["--standalone", "--nproc-per-node", str(world)] + [str(ROOT / "train.py"), *arguments]
+        command = ["--standalone", "--nproc-per-node", str(world), *options, str(ROOT / "train.py"), *arguments]
         if fresh:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             with self._file.open("a") as file:
@@ -121,7 +130,7 @@ class Torchrun:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
             self._code: Callable[[], int | None] = process.poll
         else:
-            process = warm_context().Process(target=_launch, args=(launcher, command, str(self._file)))
+            process = warm_context().Process(target=_launch, args=(launcher, command, str(self._file), trainer))
             process.start()
             self._code = lambda: process.exitcode
         self.pid: int = process.pid
@@ -154,14 +163,11 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """The processes that train, by number."""
-        return _children(self.pid)
+        return children(self.pid)
 
     def tree(self) -> list[int]:
         """The launcher and all processes below it."""
-        found = [self.pid]
-        for pid in found:
-            found += _children(pid)
-        return found
+        return tree(self.pid)
 
     def end(self, timeout: float = 60) -> tuple[int, float]:
         """Waits for the end. Returns the launcher's exit code and the seconds waited."""
@@ -172,9 +178,18 @@ class Torchrun:
         return code, time.monotonic() - begin
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The processes that process ``pid`` has started."""
     listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
     return [int(line) for line in listed.stdout.split()]
+
+
+def tree(pid: int) -> list[int]:
+    """Process ``pid`` and all processes below it."""
+    found = [pid]
+    for number in found:
+        found += children(number)
+    return found
 
 
 def tiny(folder: Path, **overrides: object) -> list[str]:

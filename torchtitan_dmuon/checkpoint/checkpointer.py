@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
@@ -43,7 +44,9 @@ class Checkpointer:
     """
 
     def __init__(self, config: Checkpoint, folder: Path, contents: Contents, hf_assets_path: str | None = None) -> None:
-        self.config = config
+        # torchrun starts failed ranks again with the same arguments: the newest checkpoint is this run's own by then.
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        self.config = dataclasses.replace(config, load_step=-1) if restarted else config
         self.folder = folder
         self._contents = contents
         self._initial_path = config.initial_load_path
