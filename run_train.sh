@@ -72,16 +72,18 @@ if [[ -z ${PYTORCH_ALLOC_CONF:-} && -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
     export PYTORCH_ALLOC_CONF=expandable_segments:True
 fi
 
+MASTER_PORT=${MASTER_PORT:-29500}
 if ((NNODES == 1)); then
     rendezvous=(--standalone)  # on a free port, so that two runs on one host do not meet
 else
     if [[ -z ${MASTER_ADDR:-} || -z ${NODE_RANK:-} ]]; then
         fail "NNODES=$NNODES needs MASTER_ADDR (host of node 0) and NODE_RANK (0 to $((NNODES - 1)))"
     fi
+    export RUN_ID=${RUN_ID:-${SLURM_JOB_ID:-$MASTER_ADDR:$MASTER_PORT}}  # tells nodes of this run from those of others
     # Node 0 serves the rendezvous even where its own name for itself is not MASTER_ADDR.
     rendezvous=(
-        --nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "${MASTER_PORT:-29500}"
-        --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf "is_host=$((NODE_RANK == 0))"
+        --nnodes "$NNODES" --rdzv-backend c10d --rdzv-id "$MASTER_PORT"
+        --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "is_host=$((NODE_RANK == 0))"
     )
 fi
 

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -11,6 +12,7 @@ from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_toml, load
 from torchtitan_dmuon.data import DataError
 from torchtitan_dmuon.distributed import world_from_env
 from torchtitan_dmuon.logging import init_logger, logger
+from torchtitan_dmuon.run_folder import release
 from torchtitan_dmuon.signals import SignalWatch, end_with_parent
 from torchtitan_dmuon.trainer import NonFiniteError, Trainer
 
@@ -47,6 +49,7 @@ def main(argv: list[str], trainer: type[Trainer] = Trainer) -> int:
     try:
         return _train(config, trainer)
     finally:
+        release(Path(config.job.dump_folder))
         if dist.is_initialized():
             dist.destroy_process_group()
         # The groups' threads must be gone before the interpreter is: model and groups refer to each other in cycles.

@@ -20,6 +20,7 @@ from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
 from torchtitan_dmuon.data import DataError, LoaderConfig, PackedDataset, Tokenizer, build_dataset
 from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.preflight import examine, training_loader, written_folders
+from torchtitan_dmuon.run_folder import claim
 
 _TOKEN_CACHE = Path(".cache/tokens")
 
@@ -66,11 +67,12 @@ def check_alone(config: JobConfig, world_size: int) -> Checked:
 
 
 def check_together(config: JobConfig, checked: Checked) -> None:
-    """Collective over all ranks. Check that all ranks see the same files.
+    """Collective over all ranks. Check that all ranks see the same files, and take the run's folder.
 
     Raises:
         ConfigError, DataError: on every rank.
     """
+    claim(config)
     _check_same_samples("training.dataset", checked.dataset)
     if folder := written_folders(config).get("checkpoint.folder"):
         check_shared(folder)

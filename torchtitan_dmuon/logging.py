@@ -56,9 +56,19 @@ def init_logger(rank: int, color: bool = True) -> None:
     for handler in logger.handlers[:]:
         if handler.name == logger.name:
             logger.removeHandler(handler)
+            if isinstance(handler, logging.FileHandler):
+                handler.close()
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name(logger.name)
     handler.setFormatter(_ShortFormatter(None if _torchrun_adds_rank() else rank, color))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def log_to_file(path: Path) -> None:
+    """Also append the records to ``path``, until the next :func:`init_logger`. Raises OSError."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.set_name(logger.name)
+    handler.setFormatter(_ShortFormatter(None, color=False))
+    logger.addHandler(handler)

@@ -30,6 +30,7 @@ from torchtitan_dmuon.families import get_model_args, get_model_spec
 from torchtitan_dmuon.optimizer import build_newton_schulz, group_parameters
 from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.parallel.parallelize import plan_dedication
+from torchtitan_dmuon.run_folder import held_by_another
 
 _T = TypeVar("_T")
 _NEWTON_SCHULZ = ("backend", "coefficients", "steps", "restart_iterations", "kernel")
@@ -127,6 +128,8 @@ def _check_folders(config: JobConfig) -> None:
             raise ConfigError(key, None, f"cannot write to {folder}: {nearest} is no folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ConfigError(key, None, f"cannot write to {folder}: no permission in {nearest}")
+    if held := held_by_another(Path(config.job.dump_folder)):
+        raise ConfigError("job.dump_folder", None, held)
 
 
 def _check_packages(config: JobConfig) -> None:

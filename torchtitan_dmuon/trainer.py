@@ -96,7 +96,7 @@ class Trainer:
         """Take up a checkpoint, if there is one; schedule and figures begin where it ends."""
         config = self.config
         scheduled = 0
-        state = self.checkpointer.load()
+        state = self.checkpointer.load(config.training.steps)
         if state is not None:
             self.step = state.step
             if self.uses_muon:

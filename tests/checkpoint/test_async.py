@@ -111,7 +111,7 @@ def test_a_failure_behind_the_training_is_told_by_all(rank, world, tmp_path):
 
 @distributed(world=2)
 def test_a_step_that_is_saved_again_replaces_the_old_one(rank, world, tmp_path):
-    """A run that was resumed from step 1 reaches step 2 a second time; step 3 is of the other run and stays."""
+    """A run that was resumed from step 2 saves it a second time; step 3 is of the other branch and was moved aside."""
     model, optimizer = build_toy(world)
     saver = checkpointer(tmp_path, model, optimizer, keep_latest_k=2)
     for number in (1, 2, 3):
@@ -119,16 +119,17 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(rank, world, tmp_path):
     step(model, optimizer, 0, rank, (1, world, 1))
     again = checkpointer(tmp_path, model, optimizer, keep_latest_k=2, load_step=2)
     assert again.load().step == 2
+    aside = Path(tmp_path) / "after-step-2-1"
     step(model, optimizer, 1, rank, (1, world, 1))
     again.save(state_at(2))
     held = everything(model, optimizer)
     names = sorted(p.name for p in Path(tmp_path).iterdir())
-    assert names == ["step-2", "step-3"]
+    assert names == [aside.name, "step-2"] and [p.name for p in aside.iterdir()] == ["step-3"]
     if rank == 0:
         found = read_checkpoint(tmp_path / "step-2")
         assert_same({k: t for k, t in found.items() if not k.startswith("rng.")}, held, atol=0, rtol=0)
         # Killed between the two renames of a replacement: the old one is there again for the next run.
-        (tmp_path / "step-3").rename(tmp_path / "step-3.replaced")
+        (aside / "step-3").rename(tmp_path / "step-3.replaced")
         shutil.copytree(tmp_path / "step-2", tmp_path / "step-3.incomplete")
     dist.barrier()
     assert checkpointer(tmp_path, model, optimizer).load().step == 3

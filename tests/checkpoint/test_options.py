@@ -90,6 +90,36 @@ def test_when_a_checkpoint_is_due(rank, world, tmp_path):
     assert not any(saver.due(number, wanted=number == 8) for number in range(1, 9))
 
 
+@distributed(world=2)
+def test_old_checkpoints_are_counted_along_the_branch_of_load_step(rank, world, tmp_path):
+    """Steps 6 and 7 are of the branch that was left, twice."""
+    model, optimizer = build_toy(world)
+    saver = checkpointer(tmp_path, model, optimizer, keep_latest_k=0)
+    for number in (1, 2, 6, 7):
+        saver.save(state_at(number))
+    checkpointer(tmp_path, model, optimizer, load_step=2, load_only=True).load()
+    assert (Path(tmp_path) / "step-7").is_dir()  # a run that saves nothing moves nothing
+    for number in (1, 2):
+        again = checkpointer(tmp_path, model, optimizer, keep_latest_k=2, load_step=2)
+        assert again.load().step == 2
+        again.save(state_at(4))
+        aside = Path(tmp_path) / f"after-step-2-{number}"
+        assert sorted(path.name for path in aside.iterdir()) == [["step-6", "step-7"], ["step-4"]][number - 1]
+        assert sorted(path.name for path in Path(tmp_path).glob("step-*")) == ["step-2", "step-4"]
+    assert checkpointer(tmp_path, model, optimizer).load().step == 4
+
+
+@pytest.mark.dist
+def test_a_finished_run_that_kept_only_weights_does_not_train_again(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    keys = {"checkpoint__last_save_model_only": True, "checkpoint__interval": 1}
+    assert list(train(1, *tiny(tmp_path, **keys, training__steps=3)).steps) == [1, 2, 3]
+    again = train(1, *tiny(tmp_path, **keys, training__steps=3))
+    assert again.codes == [0] and not again.steps, again.output
+    assert "step-3 holds its weights" in again.output and "Nothing to do: step 3 of 3 is done" in again.output
+    assert list(train(1, *tiny(tmp_path, **keys, training__steps=4)).steps) == [3, 4]  # prolonged from step 2
+
+
 @pytest.mark.parametrize("keep", [0, 1, 2])
 @distributed(world=2)
 def test_keep_latest_k(rank, world, keep, tmp_path):

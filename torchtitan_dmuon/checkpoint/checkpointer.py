@@ -16,6 +16,7 @@ from torchtitan_dmuon.checkpoint.directory import (
     complete_steps,
     corrupted_because,
     incomplete_because,
+    move_aside,
     read_checksums,
     recover,
     remove,
@@ -120,8 +121,8 @@ class Checkpointer:
             path.unlink()
 
     def _keep_latest(self, step: int) -> None:
-        """Remove older checkpoints, now that ``step`` is durable. Those of later steps stay (a run was resumed from an
-        earlier one), and so do model-only ones (they are results)."""
+        """Remove older checkpoints, now that ``step`` is durable. Model-only ones stay (they are results), and
+        so do later ones: this run has begun again at step 1 beside them."""
         if self.config.keep_latest_k == 0:
             return
         older = []
@@ -159,8 +160,11 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- resuming
 
-    def load(self) -> TrainState | None:
+    def load(self, total_steps: int | None = None) -> TrainState | None:
         """Collective. Resume from ``load_step`` or the newest complete checkpoint, else from the initial one.
+
+        Args:
+            total_steps: of the run. When its last checkpoint is there and holds only weights, nothing is loaded.
 
         Returns:
             ``trainer.json`` of the checkpoint that the run goes on from. Fields of excluded parts are empty, ``step``
@@ -173,9 +177,12 @@ class Checkpointer:
         config = self.config
         if not config.enable:
             return None
-        steps, problem = agree(self._listed_steps() if dist.get_rank() == 0 else None, group=self._group)
+        steps, weights, problem = agree(self._listed_steps() if dist.get_rank() == 0 else None, group=self._group)
         if problem:
             raise CheckpointError(f"cannot list the checkpoints in {self.folder}: {problem}")
+        if weights and total_steps is not None and max(weights) >= total_steps and config.load_step == -1:
+            logger.info("The run is finished: %s holds its weights", step_folder(self.folder, max(weights)))
+            return read_state(step_folder(self.folder, max(weights)), self._group)
         if config.load_step != -1 and config.load_step not in steps:
             raise CheckpointError(
                 f"checkpoint.load_step: {self.folder} has no complete step {config.load_step}, only {steps}"
@@ -187,14 +194,26 @@ class Checkpointer:
     def _load_own(self, steps: list[int]) -> TrainState:
         """Of this run's checkpoints, the one asked for."""
         step = steps[-1] if self.config.load_step == -1 else self.config.load_step
-        if step != steps[-1]:
-            logger.warning(
-                "Later checkpoints, up to step %d, stay in %s: without load_step the next run takes the latest",
-                *(steps[-1], self.folder),
-            )
         state = self._load(step_folder(self.folder, step), "Resumed from checkpoint")
+        if self.config.load_step != -1 and self.can_save:
+            self._move_later_aside(step)
         self._last_saved = state.step
         return state
+
+    def _move_later_aside(self, step: int) -> None:
+        """Collective. What this run saves from now on is the only branch in its folder: the next run resumes from it,
+        and old checkpoints are counted along it."""
+        moved = problem = None
+        if dist.get_rank() == 0:
+            try:
+                if any(later > step for later in complete_steps(self.folder)):
+                    moved = move_aside(self.folder, step)
+            except OSError as error:
+                problem = str(error)
+        if problem := agree(problem, group=self._group):
+            raise CheckpointError(f"cannot move the checkpoints after step {step} aside: {problem}")
+        if moved is not None:
+            logger.warning("checkpoint.load_step: the checkpoints of later steps are now in %s", moved)
 
     def _load_initial(self, path: Path) -> TrainState | None:
         """The weights of a HuggingFace folder; or of a checkpoint the weights, or all of it."""
@@ -248,18 +267,18 @@ class Checkpointer:
             lr_scheduler={} if "lr_scheduler" in excluded else saved.lr_scheduler,
         )
 
-    def _listed_steps(self) -> tuple[list[int], str | None]:
+    def _listed_steps(self) -> tuple[list[int], list[int], str | None]:
         """On rank 0. (what :meth:`_resumable_steps` gives, why it cannot)."""
         try:
-            return self._resumable_steps(), None
+            return *self._resumable_steps(), None
         except OSError as error:
-            return [], str(error)
+            return [], [], str(error)
 
-    def _resumable_steps(self) -> list[int]:
-        """On rank 0. Steps of the complete checkpoints a run can go on from; others are named in the log."""
+    def _resumable_steps(self) -> tuple[list[int], list[int]]:
+        """On rank 0. Steps of the complete checkpoints a run can go on from, and of those that hold only weights."""
         if self.can_save:
             recover(self.folder)
-        steps = []
+        steps, weights = [], []
         for step in complete_steps(self.folder, warn=True):
             path = step_folder(self.folder, step)
             try:
@@ -270,5 +289,6 @@ class Checkpointer:
             if contents == FULL or step == self.config.load_step:
                 steps.append(step)
             else:
+                weights.append(step)
                 logger.info("Not resuming from %s: it holds only weights", path)
-        return steps
+        return steps, weights

@@ -114,6 +114,20 @@ def remove(path: Path) -> None:
     remove_tree(doomed, strict=True)
 
 
+def move_aside(folder: Path, step: int) -> Path:
+    """Move the checkpoints of later steps than ``step`` to a folder of their own inside ``folder``, which is returned.
+    One process does this. Raises OSError."""
+    number = 1
+    while (aside := folder / f"after-step-{step}-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for later in complete_steps(folder):
+        if later > step:
+            step_folder(folder, later).rename(step_folder(aside, later))
+    sync_folder(folder)
+    return aside
+
+
 def complete_steps(folder: Path, warn: bool = False) -> list[int]:
     """Steps of the complete checkpoints, ascending; with ``warn`` the others are named in the log."""
     steps = []

@@ -191,7 +191,9 @@ class Checkpoint:
         " async_with_pinned_mem also copies behind the next forward and backward, into page-locked memory it keeps",
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
-    load_step: int = key(-1, "step to resume from; -1 is the latest", minimum=-1)
+    load_step: int = key(
+        -1, "step to resume from; -1 is the latest. Later checkpoints are moved to after-step-N-1", minimum=-1
+    )
     load_only: bool = key(False, "load, but never save")
     exclude_from_loading: list[str] = key([], "parts of a checkpoint that are not loaded", choices=_STATES)
     initial_load_path: str | None = key(
