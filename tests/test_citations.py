@@ -71,6 +71,7 @@ def test_nothing_outside_the_repository_is_cited():
 PRIVATE = {
     "tests/": {"_exit", "_dynamo", "_composable", "_checkpoint", "_from_config"},
     "tests/support/": {"_utils", "_world"},
+    "tests/test_activation_checkpoint.py": {"_functional_collectives", "_python_dispatch", "_c10d_functional"},
     "tests/dmuon/transport/test_torch_private.py": {
         *("_fully_shard", "_fsdp_init", "_get_managed_states", "_get_backend", "_timeout")
     },

@@ -16,7 +16,19 @@ from torchtitan_dmuon.config import load_config
 from torchtitan_dmuon.loss import cross_entropy_sum, whole
 from torchtitan_dmuon.optimizer import build_optimizer
 from torchtitan_dmuon.parallel import ParallelDims, parallelize
-from torchtitan_dmuon.parallel.parallelize import uses_loss_parallel
+from torchtitan_dmuon.parallel.parallelize import reshards_matrices, uses_loss_parallel
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "dmuon_own", "expected"),
+    [("default", None, True), ("always", None, True), ("never", None, False), ("never", "true", True),
+     ("default", "false", False)],
+)  # fmt: skip
+def test_one_key_governs_all_weights_unless_dmuon_has_its_own(fsdp, dmuon_own, expected):
+    own = [] if dmuon_own is None else ["--dmuon.reshard_after_forward", dmuon_own]
+    config = load_config(["--parallelism.fsdp_reshard_after_forward", fsdp, *own])
+    assert reshards_matrices(config) is expected
+
 
 ARGS = Llama3Args(
     dim=128, n_layers=2, n_heads=4, n_kv_heads=4, ffn_hidden_dim=160, vocab_size=67, max_seq_len=16,

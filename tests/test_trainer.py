@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from models.llama3 import model as llama3
 from tests.support.private import find_inf_on_device
-from tests.support.training import Torchrun, assert_refused, tiny, train, write_corpus
+from tests.support.training import ROOT, Torchrun, assert_refused, tiny, train, write_corpus
 from torchtitan_dmuon.config import ConfigError, load_config
 from torchtitan_dmuon.trainer import Trainer
 
@@ -160,9 +160,18 @@ def test_one_process_without_torchrun_equals_two(folder):
         assert alone.steps[step] == pytest.approx(values, abs=2e-4), step
 
 
+def test_a_preset_of_torchtitan_trains(folder):
+    """With a shorter sequence, for time."""
+    preset = ROOT / "tests/config/torchtitan/debug_model.toml"
+    sizes = ["--training.seq_len", "32", "--training.steps", "2", "--job.dump_folder", str(folder / "out")]
+    data = ["--training.dataset", "text", "--training.dataset_path", str(folder / "corpus")]
+    run = train(2, "--job.config_file", str(preset), *sizes, *data)
+    assert run.codes == [0, 0] and list(run.steps) == [1, 2], run.output
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_is_bitwise(folder, mode):
-    options = {"checkpoint__enable": False, "training__steps": 3}
+    options = {"checkpoint__enable": False, "training__steps": 3, "parallelism__tensor_parallel_degree": 2}
     plain = train(2, *tiny(folder, **options))
     for option in ("op", "2") if mode == "selective" else ("op",):
         recomputed = train(

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from torchtitan_dmuon.config import ConfigError, JobConfig, config_to_dict, load_config
-from torchtitan_dmuon.config.job_config import KEYS, SECTIONS
-from torchtitan_dmuon.config.unsupported import UNSUPPORTED
+from torchtitan_dmuon.config.job_config import KEYS
 
 
 def error_of(argv: list[str]) -> str:
@@ -256,7 +255,7 @@ def test_an_unreadable_file_is_told_with_the_command_line_alone():
     ]
 
 
-# ---- unknown and unsupported names
+# ---- unknown names
 
 
 @pytest.mark.parametrize(
@@ -269,7 +268,7 @@ def test_an_unreadable_file_is_told_with_the_command_line_alone():
             "optimizer.momentum (command line): unknown key, nearest is dmuon.momentum",
         ),
         ("--training 5", "training (command line): unknown key, nearest is training.steps"),
-        ("--training.seed 5", "training.seed (command line): unknown key, nearest is debug.seed"),
+        ("--training.seed 5", "training.seed (command line): unknown key, debug.seed is its name now"),
     ],
 )
 def test_unknown_on_the_command_line(argv, message):
@@ -292,25 +291,6 @@ def test_unknown_on_the_command_line(argv, message):
 )
 def test_unknown_in_toml(toml, text, message):
     assert error_of(toml(text)) == message
-
-
-def test_unsupported_keys_are_refused_even_at_their_default(toml):
-    message = "this TorchTitan feature does not exist in torchtitan_dmuon: not built yet"
-    degree = "[parallelism]\npipeline_parallel_degree = 1"
-    assert error_of(toml(degree)) == f"parallelism.pipeline_parallel_degree (c.toml): {message}"
-    argv = ["--parallelism.pipeline-parallel-degree", "1"]
-    assert error_of(argv) == f"parallelism.pipeline_parallel_degree (command line): {message}"
-    assert error_of(toml("[quantize.linear.mx]\nfilter_fqns = []")) == f"quantize (c.toml): {message}"
-    argv = ["--quantize.linear.float8.emulate"]
-    assert error_of(argv) == f"quantize.linear.float8.emulate (command line): {message}"
-    assert error_of(toml("[validation.dataloader]\nnum_workers = 0")).startswith("validation.dataloader (c.toml): this")
-
-
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-def test_every_unsupported_name_is_refused_with_its_reason(name):
-    message = f"this TorchTitan feature does not exist in torchtitan_dmuon: {UNSUPPORTED[name]}"
-    assert error_of([f"--{name}", "x"]) == f"{name} (command line): {message}"
-    assert name not in KEYS and name not in SECTIONS
 
 
 # ---- keys that contradict each other

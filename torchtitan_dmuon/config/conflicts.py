@@ -59,7 +59,7 @@ def conflicts(config: JobConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 _NEEDS_CHECKPOINTS = (
     *("load_step", "load_only", "exclude_from_loading"),
     *("initial_load_path", "initial_load_model_only", "initial_load_in_hf"),
-    *("enable_first_step_checkpoint", "create_seed_checkpoint", "last_save_model_only"),
+    *("enable_first_step_checkpoint", "create_seed_checkpoint"),
 )
 
 

@@ -191,9 +191,7 @@ class Checkpoint:
         " async_with_pinned_mem also copies behind the next forward and backward, into page-locked memory it keeps",
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
-    load_step: int = key(
-        -1, "step to resume from; -1 is the latest. Later checkpoints are moved to after-step-N-1", minimum=-1
-    )
+    load_step: int = key(-1, "step to resume from, later checkpoints are moved aside; -1 is the latest", minimum=-1)
     load_only: bool = key(False, "load, but never save")
     exclude_from_loading: list[str] = key([], "parts of a checkpoint that are not loaded", choices=_STATES)
     initial_load_path: str | None = key(
@@ -222,7 +220,10 @@ class ActivationCheckpoint:
     """Recomputing activations in backward."""
 
     mode: str = key("selective", "what is recomputed", choices=("selective", "full", "none"))
-    selective_ac_option: str = key("2", "'op' keeps expensive operations, an integer n recomputes every n-th layer")
+    selective_ac_option: str = key(
+        "2",
+        "'op' keeps attention and every second matrix product, an integer n recomputes every n-th layer",
+    )
     early_stop: bool = key(False, "stop recomputing once everything needed is there")
     preserve_rng_state: bool = key(True, "recompute with the random state of the forward")
 
@@ -306,8 +307,10 @@ class DMuon:
         choices=("joint", "buckets"),
     )
     split_heads: bool = key(False, "orthogonalise query, key and value of each head by itself")
-    reshard_after_forward: bool = key(
-        True, "free unsharded weights after use (Z3); false keeps them until the optimizer changes them (Z2)"
+    reshard_after_forward: bool | None = key(
+        None,
+        "free unsharded weights after use (Z3); false keeps them until the optimizer changes them (Z2); none is as"
+        " parallelism.fsdp_reshard_after_forward: Z2 for never, else Z3",
     )
     prefetch: int = key(1, "units unsharded ahead of the one that computes", minimum=0)
     include: list[str] = key([], "FQN globs of parameters to train with Muon beside the default ones")

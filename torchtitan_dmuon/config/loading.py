@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torchtitan_dmuon.config.conflicts import conflicts
 from torchtitan_dmuon.config.job_config import KEYS, SECTIONS, JobConfig
 from torchtitan_dmuon.config.key import ConfigError, KeySpec, Problems
-from torchtitan_dmuon.config.unsupported import UNSUPPORTED
+from torchtitan_dmuon.config.unsupported import RENAMED, asks_for_nothing, unsupported_because
 
 try:
     import tomllib
@@ -150,17 +150,30 @@ def _parse_command_line(argv: list[str], problems: Problems) -> dict[str, Any]:
         else:
             words.append(word)
     namespace, rest = _build_parser().parse_known_args(words)
-    of_unknown_key = False
+    unknown: dict[str, list[str]] = {}
+    values: list[str] | None = None  # of the unknown key before, which are no problems of their own
     for word in rest:
-        name, equals, _ = word[2:].partition("=")
+        name, equals, value = word[2:].partition("=")
         if word.startswith("--") and name:
-            problems.add(_unknown(name, _COMMAND_LINE, KEYS))
-            of_unknown_key = not equals
-        elif not of_unknown_key:  # its values are no problems of their own
+            values = unknown[name] = [value] if equals else []
+            values = None if equals else values
+        elif values is not None:
+            values.append(word)
+        else:
             problems.add(ConfigError(None, _COMMAND_LINE, f"found {word!r}, expected --section.key value"))
+    for name, texts in unknown.items():
+        if unsupported_because(name) is None or not asks_for_nothing(name, _literal(" ".join(texts) or "true")):
+            problems.add(_unknown(name, _COMMAND_LINE, KEYS))
     for name in [name for name, text in vars(namespace).items() if text is None]:
         problems.add(ConfigError(name, _COMMAND_LINE, f"found no value, expected {KEYS[name].expected()}"))
     return {name: _from_text(KEYS[name], text) for name, text in vars(namespace).items() if text is not None}
+
+
+def _literal(text: str) -> Any:
+    """Command-line text of a key that has no type here: TOML, else as it is."""
+    with contextlib.suppress(ValueError):
+        return tomllib.loads(f"value = {text}")["value"]
+    return text
 
 
 def _from_text(spec: KeySpec, text: str | list[str]) -> Any:
@@ -211,6 +224,11 @@ def _flatten_toml(table: dict[str, Any], prefix: str, source: str, problems: Pro
         path = prefix + name
         if path == "job.config_file":
             problems.add(ConfigError(path, source, "expected on the command line only"))
+        elif "." not in name and path not in RENAMED and unsupported_because(path) is not None:
+            if isinstance(value, dict):
+                values |= _flatten_toml(value, f"{path}.", source, problems)
+            elif not asks_for_nothing(path, value):
+                problems.add(_unknown(path, source, KEYS))
         elif "." in name or (path not in KEYS and path not in SECTIONS):
             problems.add(_unknown(path, source, SECTIONS if isinstance(value, dict) else KEYS))
         elif path in KEYS:
@@ -223,12 +241,13 @@ def _flatten_toml(table: dict[str, Any], prefix: str, source: str, problems: Pro
 
 
 def _unknown(path: str, source: str, known: dict[str, Any]) -> ConfigError:
+    if path in RENAMED:
+        error = ConfigError(path, source, f"unknown key, {RENAMED[path]} is its name now")
+        error.keys.add(RENAMED[path])
+        return error
+    if (reason := unsupported_because(path)) is not None:
+        return ConfigError(path, source, f"this TorchTitan feature does not exist in torchtitan_dmuon: {reason}")
     parts = path.split(".")
-    for length in range(1, len(parts) + 1):
-        reason = UNSUPPORTED.get(".".join(parts[:length]))
-        if reason is not None:
-            problem = f"this TorchTitan feature does not exist in torchtitan_dmuon: {reason}"
-            return ConfigError(path, source, problem)
     # A right name in the wrong section is closer than a similar name in the right one.
     pool = [name for name in known if name.rpartition(".")[2] == parts[-1]] or list(known)
     nearest = difflib.get_close_matches(path, pool, n=1, cutoff=0.0)[0]

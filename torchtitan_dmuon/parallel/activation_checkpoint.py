@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchtitan_dmuon.config.job_config import ActivationCheckpoint
 from torchtitan_dmuon.logging import logger
 
-# Results that are expensive to compute again; everything else is recomputed in backward.
+# Of these every second result is saved: memory for half of them buys most of the time.
+_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Results that are always saved, because they are expensive to compute or to communicate again.
 _SAVED_OPS = frozenset(
     {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -40,8 +39,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **self._options, **kwargs)
 
 
-def _save_expensive(ctx: Any, op: Callable, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_contexts() -> tuple[Any, Any]:
+    """The contexts of one forward and its recomputation, both of which count the same products."""
+    products = {False: 0, True: 0}  # so far, in the forward and in the recomputation
+
+    def policy(ctx: Any, op: Callable, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in _SAVED_OPS
+        if op in _MATRIX_PRODUCTS:
+            products[ctx.is_recompute] += 1
+            saved = products[ctx.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def apply_activation_checkpointing(blocks: nn.ModuleList, config: ActivationCheckpoint) -> None:
@@ -54,7 +63,7 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, config: ActivationChec
     }
     every = 1
     if config.mode == "selective" and config.selective_ac_option == "op":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_expensive)
+        options["context_fn"] = _selective_contexts
     elif config.mode == "selective":
         every = int(config.selective_ac_option)
     for index, block in enumerate(blocks):

@@ -138,7 +138,7 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
             meshes.dp_shard,
             replicate_mesh=meshes.dp_replicate,
             tp_mesh=meshes.tp,
-            reshard_after_forward=config.dmuon.reshard_after_forward,
+            reshard_after_forward=reshards_matrices(config),
             prefetch=config.dmuon.prefetch,
             process_group_policy=config.dmuon.process_group_policy,
             **dedication(model, plan, config),
@@ -151,11 +151,19 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
         "Dedicated %d parameters to %d owners (%s, %s groups), owner load max/mean %.3f",
         *(len(dmuon.get_dedicated_params(model)), meshes.grid.size()),
         *(
-            "Z3" if config.dmuon.reshard_after_forward else "Z2",
+            "Z3" if reshards_matrices(config) else "Z2",
             config.dmuon.process_group_policy,
             1 + assignment.imbalance,
         ),
     )
+
+
+def reshards_matrices(config: JobConfig) -> bool:
+    """Whether unsharded matrices are freed after the forward (Z3): as FSDP2 does with the rest, unless ``[dmuon]`` has
+    a value of its own."""
+    if config.dmuon.reshard_after_forward is not None:
+        return config.dmuon.reshard_after_forward
+    return config.parallelism.fsdp_reshard_after_forward != "never"
 
 
 def head_splits(model: nn.Module, plan: dict[str, dmuon.Decision]) -> list[dict[str, Any]]:
