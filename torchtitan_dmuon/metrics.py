@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan_dmuon import memory, progress
 from torchtitan_dmuon.clock import Clock, RankTimes, Stopwatch
 from torchtitan_dmuon.config.job_config import Metrics
+from torchtitan_dmuon.hang import Place
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.peak_flops import peak_of
 from torchtitan_dmuon.route_figures import RouteFigures
@@ -77,8 +78,11 @@ class MetricsLogger:
         self._writers = writers
         self._routes = routes
         clock = Clock(facts.device.type == "cuda")
-        self.data = Stopwatch(Clock(on_device=False))
-        self.forward, self.backward, self.clip, self.step = (Stopwatch(clock) for _ in range(4))
+        self.place = Place()
+        self.data = Stopwatch(Clock(on_device=False), "data", self.place)
+        self.forward, self.backward, self.clip, self.step = (
+            Stopwatch(clock, name, self.place) for name in ("forward", "backward", "clip", "step")
+        )
         self._newton_schulz = newton_schulz
         self.ranks = RankTimes(blocks, facts.rank, facts.world_size, facts.device)
         self.progress = progress.Progress(facts.first, facts.steps, config.enable_progress_bar and facts.rank == 0)
@@ -114,7 +118,9 @@ class MetricsLogger:
         if on_cuda:
             torch.cuda.synchronize(self._facts.device)  # the training work that is still queued counts
         begin = time.perf_counter()
+        self.place.pause(True)
         yield
+        self.place.pause(False)
         if on_cuda:
             torch.cuda.synchronize(self._facts.device)
         self._paused += time.perf_counter() - begin

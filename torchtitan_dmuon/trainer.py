@@ -17,6 +17,7 @@ from torchtitan_dmuon.checks import Checked, check_alone, check_together
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.data import IGNORE_INDEX, TokenLoader
 from torchtitan_dmuon.distributed import all_reduce, init_distributed, set_determinism, world_from_env
+from torchtitan_dmuon.hang import HangWatch
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
@@ -60,7 +61,7 @@ class Trainer:
         """Start the process group, lay the meshes over it, and check what takes more than one rank to find out."""
         set_determinism(self.config.debug)
         self.folder = checked.folder
-        self.device = init_distributed(self.config.comm)
+        self.device = init_distributed(self.config.comm, self.folder)
         self.meshes = checked.dims.build(self.device)
         check_together(self.config, checked)
 
@@ -115,6 +116,9 @@ class Trainer:
             self.step,
             self._tokens(),
         )
+        self.hang_watch = HangWatch(
+            self.metrics.place, self.rank, dist.get_world_size(), config.comm.init_timeout_seconds
+        )
 
     # ---------------------------------------------------------------- training
 
@@ -136,6 +140,7 @@ class Trainer:
             maybe_enable_profiling(config.profiling, self.folder, self.step) as profiler,
             maybe_enable_memory_snapshot(config.profiling, self.folder, self.step) as snapshots,
             self.metrics.progress.running(),
+            self.hang_watch,
         ):
             stopped = self._loop([recorder for recorder in (profiler, snapshots) if recorder is not None])
         self.metrics.close()
@@ -155,6 +160,7 @@ class Trainer:
         self.metrics.begin_window()
         while self.step < steps and not stopped:
             self.step += 1
+            self.metrics.place.begin(self.step)
             lrs = self.scheduler.get_last_lr()
             loss, grad_norm = self.train_step(batches)
 
@@ -276,6 +282,7 @@ class Trainer:
         )
 
     def _set_timeouts(self, timeout: timedelta) -> None:
+        self.hang_watch.timeout = timeout.total_seconds()
         for group in {dist.group.WORLD, *self.meshes.groups}:
             dmuon.set_group_timeout(group, self.device, timeout)
         if self.uses_muon:

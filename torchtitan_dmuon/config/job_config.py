@@ -236,10 +236,15 @@ class Compile:
 
 @dataclass(frozen=True)
 class Comm:
-    """Process group timeouts."""
+    """Process group timeouts, and NCCL's flight recorder."""
 
     init_timeout_seconds: int = key(300, "timeout of collectives up to the first finished step", minimum=1)
     train_timeout_seconds: int = key(100, "timeout of collectives after the first step", minimum=1)
+    trace_buf_size: int = key(
+        20000, "collectives that NCCL's flight recorder remembers, and writes at a timeout; 0 is off", minimum=0
+    )
+    save_traces_folder: str = key("comm_traces", "folder of what it writes, inside job.dump_folder", path=True)
+    save_traces_file_prefix: str = key("rank_", "file of each rank in that folder, before the rank's number")
 
 
 @dataclass(frozen=True)
