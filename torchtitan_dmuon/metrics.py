@@ -125,16 +125,20 @@ class MetricsLogger:
             torch.cuda.synchronize(self._facts.device)
         self._paused += time.perf_counter() - begin
 
-    def log(self, step: int, tokens: int, loss: float, grad_norm: float, lrs: Sequence[float]) -> None:
+    def log(
+        self, step: int, tokens: int, loss: float, grad_norm: float, lrs: Sequence[float], skipped: int = 0
+    ) -> None:
         """End the window with a log line. Collective if there are figures of routes.
 
         Args:
             tokens: of all ranks since the first step of the run.
             loss, grad_norm: of ``step``, read from the device before.
             lrs: of each group, in this step.
+            skipped: steps without an update since the start.
         """
         facts, used = self._facts, memory.take_window(self._facts.device)
         figures = {"train/loss": loss, "train/grad_norm": grad_norm, "train/tokens": tokens}
+        figures["train/skipped_steps"] = skipped
         figures |= self._throughput() | self._optimizer()
         figures |= {f"optimizer/lr/{name}": lr for name, lr in zip(facts.group_names, lrs, strict=True)}
         figures |= {f"memory/{name}": value for name, value in used.figures().items()}
@@ -150,6 +154,8 @@ class MetricsLogger:
             parts.append(f"slowest: rank {slowest[0]} +{slowest[1]:.1%}")
             figures["throughput/slowest_rank"], figures["throughput/slowest_share"] = slowest
         parts.append(f"optimizer: {figures['optimizer/ms']:.1f} ms")
+        if skipped:
+            parts.append(f"skipped: {skipped}")
         logger.info("  ".join(parts))
         self.progress.show(f"loss: {loss:.4f}")
         self.write(step, tokens, figures)

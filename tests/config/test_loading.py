@@ -324,6 +324,10 @@ def test_every_unsupported_name_is_refused_with_its_reason(name):
             "lr_scheduler.warmup_steps (default): found 200, expected 0 to 10, the length of the schedule",
         ),
         (
+            "--training.skip_sigma 6",
+            "training.skip_sigma (command line): found 6.0, expected training.skip_max_steps > 0 with it",
+        ),
+        (
             "--lr_scheduler.total_steps 10 --lr_scheduler.warmup_steps 11",
             "lr_scheduler.warmup_steps (command line): found 11, expected 0 to 10, the length of the schedule",
         ),
