@@ -1,4 +1,4 @@
-"""Profiler traces and memory snapshots on CPU."""
+"""Profiler traces and memory snapshots on CPU, and what a training writes into a trace."""
 
 import json
 import logging
@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from tests.support.training import tiny, train, write_corpus
 from torchtitan_dmuon.config.job_config import Profiling
 from torchtitan_dmuon.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 
@@ -76,3 +77,17 @@ def test_memory_snapshot_files(tmp_path):
     names = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.pickle"))
     folders = ("iteration_2", "iteration_4_out_of_memory")
     assert names == [f"memory_snapshot/{folder}/rank0_memory_snapshot.pickle" for folder in folders]
+
+
+@pytest.mark.dist
+def test_the_parts_of_a_step_are_named_in_the_trace_of_a_training(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    options = {"checkpoint__enable": False, "profiling__enable_profiling": True, "profiling__profile_freq": 4}
+    run = train(2, *tiny(tmp_path, **options))
+    assert run.codes == [0, 0], run.output
+    for rank in range(2):
+        trace = tmp_path / "out" / "profile_traces" / "iteration_4" / f"rank{rank}_trace.json"
+        names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {f"trainer/{part}" for part in ("data", "forward", "backward", "clip", "step", "newton_schulz")} <= names
+        dmuon = {name.split()[0] for name in names if name.startswith("dmuon/")}
+        assert {"dmuon/unshard", "dmuon/reduce", "dmuon/newton_schulz", "dmuon/adamw"} <= dmuon

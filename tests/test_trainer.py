@@ -184,7 +184,7 @@ def test_activation_checkpointing_is_bitwise(folder, mode):
 
 
 TAGS = {
-    *(f"train/{name}" for name in ("loss", "grad_norm", "tokens")),
+    *(f"train/{name}" for name in ("loss", "grad_norm", "tokens", "skipped_steps")),
     *(f"throughput/{name}" for name in ("tokens_per_second", "tflops_per_device", "step_ms", "forward_ms")),
     *(f"throughput/{name}" for name in ("backward_ms", "data_share", "slowest_rank", "slowest_share")),
     *(f"memory/{name}" for name in ("reserved_gib", "reserved_share", "peak_gib", "peak_share", "allocator_retries")),
@@ -354,6 +354,29 @@ def test_non_finite_loss_is_found_before_the_run_looks_good(folder, optimizer, e
     run = train(1, *tiny(folder, **options), trainer=LooksLater)
     assert_refused(run, "the loss or the gradient norm is not finite; no weight has moved since")
     assert list(run.steps) == [1] and "validation: step" not in run.output
+
+
+def test_deterministic_runs_are_bitwise(folder):
+    seen, kept = [], []
+    for out in ("out", "again"):
+        options = {"debug__deterministic": True, "model__flavor": "debugmodel", "job__dump_folder": folder / out}
+        run = train(2, *tiny(folder, **options))
+        assert run.codes == [0, 0] and len(run.steps) == 4, run.output
+        seen.append(run.steps)
+        kept.append(checkpoint_of(folder, 4, out))
+    assert seen[0] == seen[1]
+    assert_bitwise(*kept)
+
+
+def test_samples_are_skipped_on_resume(folder):
+    """Also by a run that is started again with the key, which skips no more."""
+    for stop, consumed in ((2, 8), (4, 16 + 10), (6, 24 + 10)):
+        keys = {"training__skip_samples_on_resume": 10, "training__steps": stop, "lr_scheduler__total_steps": 6}
+        run = train(2, *tiny(folder, **keys))
+        assert run.codes == [0, 0], run.output
+        assert ("Skipped 10 samples of the data" in run.output) == (stop == 4)
+        state = json.loads((folder / f"out/checkpoint/step-{stop}/trainer.json").read_text())["loader"]
+        assert state["consumed_samples"] == consumed
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_resumes(folder):

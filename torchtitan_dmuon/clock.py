@@ -10,6 +10,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.profiler import record_function
+
+from torchtitan_dmuon.hang import Place
 
 Moment = float | torch.cuda.Event
 
@@ -34,17 +37,30 @@ class Clock:
 
 class Stopwatch:
     """Adds up the time of one part of the step. A window reads the sum at its end, where the log line has waited for
-    the device already."""
+    the device already.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: by which it measures.
+        name: of the range ``trainer/NAME`` in traces of the profiler.
+        place: is told of the part, too.
+    """
+
+    def __init__(self, clock: Clock, name: str, place: Place | None = None) -> None:
         self._clock = clock
+        self._name = name
+        self._place = place
         self._spans: list[tuple[Moment, Moment]] = []
 
     @contextmanager
     def measure(self) -> Iterator[None]:
+        if self._place is not None:
+            self._place.enter(f"in {self._name}")
         begin = self._clock.now()
-        yield
+        with record_function(f"trainer/{self._name}"):
+            yield
         self._spans.append((begin, self._clock.now()))
+        if self._place is not None:
+            self._place.enter(f"after {self._name}")
 
     def take_ms(self) -> float:
         """The sum since the last call, in milliseconds."""

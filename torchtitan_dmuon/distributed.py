@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,13 +21,16 @@ def world_from_env() -> tuple[int, int, int]:
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
-def init_distributed(config: Comm) -> torch.device:
-    """Collective. Choose this process's device and start the default group: NCCL on CUDA, gloo on CPU."""
+def init_distributed(config: Comm, folder: Path | None = None) -> torch.device:
+    """Collective. Choose this process's device and start the default group: NCCL on CUDA, gloo on CPU. With ``folder``,
+    that of the run, NCCL's flight recorder is on as ``config`` says."""
     rank, local_rank, world_size = world_from_env()
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
+    if use_cuda and folder is not None and config.trace_buf_size > 0:
+        os.environ |= flight_recorder(config, folder)
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(
         # gloo beside NCCL carries the Python objects of checkpoints without touching the device.
@@ -35,6 +39,18 @@ def init_distributed(config: Comm) -> torch.device:
         **({} if store is None else {"store": store, "rank": rank, "world_size": world_size}),
     )
     return device
+
+
+def flight_recorder(config: Comm, folder: Path) -> dict[str, str]:
+    """The environment by which PyTorch records NCCL's collectives and writes them when one times out, a file a rank.
+    NCCL reads it when the first group is made."""
+    traces = folder / config.save_traces_folder
+    traces.mkdir(parents=True, exist_ok=True)
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(config.trace_buf_size),
+        "TORCH_FR_DUMP_TEMP_FILE": str(traces / config.save_traces_file_prefix),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
 
 
 def set_determinism(config: Debug) -> None:

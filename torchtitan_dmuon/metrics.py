@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan_dmuon import memory, progress
 from torchtitan_dmuon.clock import Clock, RankTimes, Stopwatch
 from torchtitan_dmuon.config.job_config import Metrics
+from torchtitan_dmuon.hang import Place
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.peak_flops import peak_of
 from torchtitan_dmuon.route_figures import RouteFigures
@@ -77,8 +78,11 @@ class MetricsLogger:
         self._writers = writers
         self._routes = routes
         clock = Clock(facts.device.type == "cuda")
-        self.data = Stopwatch(Clock(on_device=False))
-        self.forward, self.backward, self.clip, self.step = (Stopwatch(clock) for _ in range(4))
+        self.place = Place()
+        self.data = Stopwatch(Clock(on_device=False), "data", self.place)
+        self.forward, self.backward, self.clip, self.step = (
+            Stopwatch(clock, name, self.place) for name in ("forward", "backward", "clip", "step")
+        )
         self._newton_schulz = newton_schulz
         self.ranks = RankTimes(blocks, facts.rank, facts.world_size, facts.device)
         self.progress = progress.Progress(facts.first, facts.steps, config.enable_progress_bar and facts.rank == 0)
@@ -114,21 +118,27 @@ class MetricsLogger:
         if on_cuda:
             torch.cuda.synchronize(self._facts.device)  # the training work that is still queued counts
         begin = time.perf_counter()
+        self.place.pause(True)
         yield
+        self.place.pause(False)
         if on_cuda:
             torch.cuda.synchronize(self._facts.device)
         self._paused += time.perf_counter() - begin
 
-    def log(self, step: int, tokens: int, loss: float, grad_norm: float, lrs: Sequence[float]) -> None:
+    def log(
+        self, step: int, tokens: int, loss: float, grad_norm: float, lrs: Sequence[float], skipped: int = 0
+    ) -> None:
         """End the window with a log line. Collective if there are figures of routes.
 
         Args:
             tokens: of all ranks since the first step of the run.
             loss, grad_norm: of ``step``, read from the device before.
             lrs: of each group, in this step.
+            skipped: steps without an update since the start.
         """
         facts, used = self._facts, memory.take_window(self._facts.device)
         figures = {"train/loss": loss, "train/grad_norm": grad_norm, "train/tokens": tokens}
+        figures["train/skipped_steps"] = skipped
         figures |= self._throughput() | self._optimizer()
         figures |= {f"optimizer/lr/{name}": lr for name, lr in zip(facts.group_names, lrs, strict=True)}
         figures |= {f"memory/{name}": value for name, value in used.figures().items()}
@@ -144,6 +154,8 @@ class MetricsLogger:
             parts.append(f"slowest: rank {slowest[0]} +{slowest[1]:.1%}")
             figures["throughput/slowest_rank"], figures["throughput/slowest_share"] = slowest
         parts.append(f"optimizer: {figures['optimizer/ms']:.1f} ms")
+        if skipped:
+            parts.append(f"skipped: {skipped}")
         logger.info("  ".join(parts))
         self.progress.show(f"loss: {loss:.4f}")
         self.write(step, tokens, figures)

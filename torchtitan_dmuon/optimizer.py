@@ -125,7 +125,7 @@ class TimedNewtonSchulz(dmuon.NewtonSchulz):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.watch = Stopwatch(Clock(torch.cuda.is_available()))
+        self.watch = Stopwatch(Clock(torch.cuda.is_available()), "newton_schulz")
 
     def iterate(self, x: torch.Tensor) -> torch.Tensor:
         with self.watch.measure():

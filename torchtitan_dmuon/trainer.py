@@ -17,6 +17,8 @@ from torchtitan_dmuon.checks import Checked, check_alone, check_together
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.data import IGNORE_INDEX, TokenLoader
 from torchtitan_dmuon.distributed import all_reduce, init_distributed, set_determinism, world_from_env
+from torchtitan_dmuon.guard import NonFiniteError, StepGuard
+from torchtitan_dmuon.hang import HangWatch
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.loss import build_loss, whole
 from torchtitan_dmuon.lr_schedule import build_lr_scheduler
@@ -27,10 +29,6 @@ from torchtitan_dmuon.profiling import Recorder, maybe_enable_memory_snapshot, m
 from torchtitan_dmuon.signals import Requests, SignalWatch
 from torchtitan_dmuon.validation import validate
 from torchtitan_dmuon.watch import build_metrics
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm that is not finite: one line that names the step."""
 
 
 class Trainer:
@@ -60,7 +58,7 @@ class Trainer:
         """Start the process group, lay the meshes over it, and check what takes more than one rank to find out."""
         set_determinism(self.config.debug)
         self.folder = checked.folder
-        self.device = init_distributed(self.config.comm)
+        self.device = init_distributed(self.config.comm, self.folder)
         self.meshes = checked.dims.build(self.device)
         check_together(self.config, checked)
 
@@ -83,9 +81,9 @@ class Trainer:
         if self.uses_muon:
             logger.info("Newton-Schulz: %s", self.optimizer.newton_schulz)
 
-        # The device notes the first step whose loss or norm is not finite. Fused optimizers on CUDA then stand still by
-        # themselves, and the host looks when it waits anyway; for others it looks before every step.
-        self._bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
+        # Fused optimizers on CUDA leave out a step by themselves when the guard's flag on the device says so, and the
+        # host looks when it waits anyway; for others it looks before every step.
+        self.guard = StepGuard(config.training, self.meshes.groups, self.device)
         self._found_inf_on_device = self.device.type == "cuda" and config.optimizer.implementation == "fused"
         self.requests = Requests(signals, self.device)
         self.contents = Contents.of(self.model, self.optimizer, checked.model_args, config)
@@ -103,6 +101,7 @@ class Trainer:
                 dmuon.check_muon_recipe(state.muon, self.optimizer, "the checkpoint")
             if state.loader:
                 self.loader.load_state_dict(state.loader)
+                self._skip_samples(config.training.skip_samples_on_resume)
             scheduled = state.lr_scheduler.get("last_epoch", 0)
         self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps, scheduled)
         self.metrics = build_metrics(
@@ -115,6 +114,13 @@ class Trainer:
             self.step,
             self._tokens(),
         )
+        self.hang_watch = HangWatch(
+            self.metrics.place, self.rank, dist.get_world_size(), config.comm.init_timeout_seconds
+        )
+
+    def _skip_samples(self, samples: int) -> None:
+        if samples and self.loader.skip(samples):
+            logger.info("Skipped %d samples of the data (training.skip_samples_on_resume)", samples)
 
     # ---------------------------------------------------------------- training
 
@@ -136,6 +142,7 @@ class Trainer:
             maybe_enable_profiling(config.profiling, self.folder, self.step) as profiler,
             maybe_enable_memory_snapshot(config.profiling, self.folder, self.step) as snapshots,
             self.metrics.progress.running(),
+            self.hang_watch,
         ):
             stopped = self._loop([recorder for recorder in (profiler, snapshots) if recorder is not None])
         self.metrics.close()
@@ -155,12 +162,13 @@ class Trainer:
         self.metrics.begin_window()
         while self.step < steps and not stopped:
             self.step += 1
+            self.metrics.place.begin(self.step)
             lrs = self.scheduler.get_last_lr()
             loss, grad_norm = self.train_step(batches)
 
             if self.metrics.is_due(self.step):
-                self._raise_if_bad()
-                self.metrics.log(self.step, self._tokens(), loss.item(), grad_norm.item(), lrs)
+                skipped = self._check_guard()
+                self.metrics.log(self.step, self._tokens(), loss.item(), grad_norm.item(), lrs, skipped)
 
             asked = self.requests.read()
             if asked.failed:
@@ -169,7 +177,7 @@ class Trainer:
             saving = self.checkpointer.due(self.step, wanted=last or asked.any)
             validating = self.validation_loader is not None and (last or self.step % config.validation.freq == 0)
             if saving or validating or stopped or last:
-                self._raise_if_bad()  # such weights are neither saved nor validated, and are no good end of a run
+                self._check_guard()  # such weights are neither saved nor validated, and are no good end of a run
             if saving:
                 with self.metrics.paused():
                     self.checkpointer.save(self._state(), last=last, stopping=stopped)
@@ -239,31 +247,30 @@ class Trainer:
         self.checkpointer.wait_staged()  # weights are about to change
         with self.metrics.clip.measure():
             grad_norm = clip_gradients(self.optimizer, self.config, self.meshes)
-        bad = ~(loss.isfinite() & grad_norm.isfinite())
-        self._bad_step = torch.where(bad & (self._bad_step == 0), self.step, self._bad_step)
+        skip = self.guard.judge(self.step, loss, grad_norm)
         with self.metrics.around_step(self.step), self.metrics.step.measure():
             if self._found_inf_on_device:
-                guarded_step(self.optimizer, (self._bad_step > 0).float())
+                guarded_step(self.optimizer, skip)
             else:
-                self._raise_if_bad()
-                self.optimizer.step()
+                self._check_guard()
+                if not skip.item():
+                    self.optimizer.step()
                 self.optimizer.zero_grad()
         self.scheduler.step()
         self.metrics.count_step(sum(mb["input"].numel() for mb in micro_batches))
         return loss, grad_norm
 
-    def _raise_if_bad(self) -> None:
-        """Waits for the device. Every rank has the same flag, so all of them stop."""
-        if bad_step := int(self._bad_step.item()):
+    def _check_guard(self) -> int:
+        """Waits for the device. Returns the number of skipped steps. Every rank has the same, so all of them stop."""
+        try:
+            return self.guard.check()
+        except NonFiniteError:
             self.checkpointer.close()  # a save that runs behind the training becomes durable
-            raise NonFiniteError(
-                f"step {bad_step}: the loss or the gradient norm is not finite; no weight has moved since step "
-                f"{bad_step - 1}. Resume from the last checkpoint with a lower optimizer.lr or other data"
-            )
+            raise
 
     def _tokens(self) -> int:
         """Of all ranks since the first step of the run."""
-        return self.loader.state_dict()["consumed_samples"] * self.config.training.seq_len
+        return self.loader.read_samples * self.config.training.seq_len
 
     def _state(self) -> TrainState:
         return TrainState(
@@ -276,6 +283,7 @@ class Trainer:
         )
 
     def _set_timeouts(self, timeout: timedelta) -> None:
+        self.hang_watch.timeout = timeout.total_seconds()
         for group in {dist.group.WORLD, *self.meshes.groups}:
             dmuon.set_group_timeout(group, self.device, timeout)
         if self.uses_muon:

@@ -304,6 +304,10 @@ def test_unknown_in_toml(toml, text, message):
             "lr_scheduler.warmup_steps (default): found 200, expected 0 to 10, the length of the schedule",
         ),
         (
+            "--training.skip_sigma 6",
+            "training.skip_sigma (command line): found 6.0, expected training.skip_max_steps > 0 with it",
+        ),
+        (
             "--lr_scheduler.total_steps 10 --lr_scheduler.warmup_steps 11",
             "lr_scheduler.warmup_steps (command line): found 11, expected 0 to 10, the length of the schedule",
         ),

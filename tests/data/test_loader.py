@@ -64,7 +64,7 @@ def test_global_order_does_not_depend_on_ranks_or_micro_batches(dp_size, local_b
     # Five steps of eight samples: more than three epochs of eleven.
     assert merged(loaders, 5 * per_step) == expected(0, 40)
     assert [loader.state_dict() for loader in loaders] == [
-        {"consumed_samples": 40, "seed": 3, "dataset_samples": 11}
+        {"consumed_samples": 40, "seed": 3, "dataset_samples": 11, "skips": []}
     ] * dp_size
 
 
@@ -99,6 +99,23 @@ def test_resume_on_other_ranks_and_batch_sizes(num_workers, steps):
         micro_batches, stride = 3, dp_size * local
         want = expected(8 * steps, 8 * steps + micro_batches * stride)
         assert merged(resumed, micro_batches) == want
+
+
+def test_samples_are_skipped_once():
+    """7 of them after 4, then 2 after 17. A run that is started again with the same number skips no more."""
+    loader, state = make_loader(), {"consumed_samples": 4, "seed": 3, "dataset_samples": 11}  # an older checkpoint
+    loader.load_state_dict(state)
+    assert loader.skip(7) and take(iter(loader), 3) == expected(11, 17)
+    for samples, skips, first in ((7, False, 17), (2, True, 19), (2, False, 19)):
+        state = loader.state_dict()
+        loader = make_loader()
+        loader.load_state_dict(state)
+        assert loader.skip(samples) == skips
+        state = loader.state_dict()
+        assert take(iter(loader), 1) == expected(first, first + 2)
+        loader.load_state_dict(state)
+    assert state == {"consumed_samples": 19, "seed": 3, "dataset_samples": 11, "skips": [7, 2]}
+    assert loader.read_samples == 10
 
 
 def test_resume_twice():

@@ -31,6 +31,10 @@ def conflicts(config: JobConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 
     yield from _checkpoint_conflicts(config)
 
+    if training.skip_sigma is not None and training.skip_max_steps == 0:
+        keys = ("training.skip_sigma", "training.skip_max_steps")
+        yield keys, f"found {training.skip_sigma}, expected training.skip_max_steps > 0 with it"
+
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) >= 1):
         problem = f"found {option!r}, expected 'op' or a positive integer as a string"

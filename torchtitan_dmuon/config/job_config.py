@@ -153,6 +153,25 @@ class Training:
     steps: int = key(10000, "optimizer steps of the run", minimum=1)
     mixed_precision_param: str = key("bfloat16", "dtype of weights in forward and backward", choices=_PRECISIONS)
     mixed_precision_reduce: str = key("float32", "dtype of gradient reduction", choices=_PRECISIONS)
+    skip_max_steps: int = key(
+        0,
+        "most steps in a row whose update is skipped because the loss or the gradient norm is not finite (or a spike);"
+        " one more ends the run",
+        minimum=0,
+    )
+    skip_sigma: float | None = key(
+        None,
+        "skip a step, too, whose loss or gradient norm is more than so many standard deviations above its mean over"
+        " skip_window steps; needs skip_max_steps > 0",
+        above=0,
+    )
+    skip_window: int = key(100, "steps over which skip_sigma takes mean and deviation", minimum=2)
+    skip_samples_on_resume: int = key(
+        0,
+        "samples of the data, over all ranks, that are left out when the run resumes; not again by a checkpoint of the"
+        " run that has left out as many",
+        minimum=0,
+    )
     gc_freq: int = key(50, "steps between two Python garbage collections", minimum=1)
     dataloader: DataLoader = field(default_factory=DataLoader)
 
@@ -239,10 +258,15 @@ class Compile:
 
 @dataclass(frozen=True)
 class Comm:
-    """Process group timeouts."""
+    """Process group timeouts, and NCCL's flight recorder."""
 
     init_timeout_seconds: int = key(300, "timeout of collectives up to the first finished step", minimum=1)
     train_timeout_seconds: int = key(100, "timeout of collectives after the first step", minimum=1)
+    trace_buf_size: int = key(
+        20000, "collectives that NCCL's flight recorder remembers, and writes at a timeout; 0 is off", minimum=0
+    )
+    save_traces_folder: str = key("comm_traces", "folder of what it writes, inside job.dump_folder", path=True)
+    save_traces_file_prefix: str = key("rank_", "file of each rank in that folder, before the rank's number")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ UNSUPPORTED: dict[str, str] = {
     ),
     "dmuon.mode": "use dmuon.reshard_after_forward: true was z3, false was z2",
     "quantize": _NOT_YET,
-    **_not_yet("comm", "trace_buf_size", "save_traces_folder", "save_traces_file_prefix", "mode"),
+    **_not_yet("comm", "mode"),
     "memory_estimation": _NOT_YET,
     "fault_tolerance": _NOT_YET,
     "validation.dataloader": "validation reads with the settings of training.dataloader",

@@ -15,6 +15,7 @@ The whole state of a loader is the number of samples consumed, which means the s
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,6 +140,7 @@ class TokenLoader:
         self._seed = config.seed
         self._infinite = config.infinite
         self._consumed = 0
+        self._skips: list[int] = []  # samples of each skip, all counted in `_consumed`
         self._generation = 0
         self._batches = _RankBatches(self._samples, config, dp_rank, dp_size)
         size = config.global_batch_size
@@ -179,11 +181,31 @@ class TokenLoader:
         # Checked before the next read: persistent workers would hand the next iterator's batch to this iterator.
         raise RuntimeError("this iterator ended when the loader was iterated or loaded again")
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, the same on every rank: samples handed out over all ranks, the seed and the dataset's size."""
-        return {"consumed_samples": self._consumed, "seed": self._seed, "dataset_samples": self._samples}
+    @property
+    def read_samples(self) -> int:
+        """Samples handed out over all ranks, those that were skipped not among them."""
+        return self._consumed - sum(self._skips)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def skip(self, samples: int) -> bool:
+        """Leave out the next `samples` global samples. After `load_state_dict` and before the first batch, with the
+        same number on every rank. Returns False and does nothing when the last skip was of as many: the state is then
+        one of the run that was told to skip them, which has been started again with the same settings."""
+        if self._skips[-1:] == [samples]:
+            return False
+        self._consumed += samples
+        self._skips.append(samples)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank: samples handed out or skipped over all ranks, and out of what."""
+        return {
+            "consumed_samples": self._consumed,
+            "seed": self._seed,
+            "dataset_samples": self._samples,
+            "skips": list(self._skips),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that `state` counts, whatever ranks and batch sizes the saving run had.
 
         Raises:
@@ -206,4 +228,5 @@ class TokenLoader:
                 "use the same seed, or the data order would change in the middle of an epoch"
             )
         self._consumed = int(state["consumed_samples"])
+        self._skips = list(state.get("skips", []))  # older checkpoints have none
         self._generation += 1
