@@ -1,6 +1,7 @@
 """Plans of runs that nobody starts: every configuration that is shipped, and figures that runs on GPUs gave."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from torchtitan_dmuon.config import Problems, load_config
 from torchtitan_dmuon.plan import Assumptions, format_plan, make_plan
+from torchtitan_dmuon.plan.__main__ import main
+from torchtitan_dmuon.plan.memory import MOMENTS
 from torchtitan_dmuon.preflight import examine
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,24 @@ def test_every_configuration_is_planned(name, argv):
     if "dedicated" in argv:
         assert sum(owners["elements"]) == plan["run"]["parameters"]
     assert owners["max_over_mean"]["bytes"] == max(owners["bytes"]) / (sum(owners["bytes"]) / 64)
+
+
+def stated(name):
+    """(GiB, ranks, further keys) of every figure in a configuration's comments."""
+    for line in (ROOT / "train_configs" / f"{name}.toml").read_text().splitlines():
+        if line.startswith(("# Memory of the fullest rank by --plan: ", "# With --")):
+            keys, _, figures = line.partition(": ")
+            argv = keys.split()[2:] if keys.startswith("# With") else []
+            for gib, ranks in re.findall(r"([\d.]+) GiB on ([\d,]+)", figures):
+                yield float(gib), int(ranks.replace(",", "")), argv
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "debug_model"])
+def test_figures_in_the_configurations_are_the_plans(name):
+    found = list(stated(name))
+    assert len(found) >= 2
+    for gib, ranks, argv in found:
+        assert plan_of(name, ranks, *argv)["memory"]["peak"] / GIB == pytest.approx(gib, abs=0.06)
 
 
 # Peak GiB that scripts/notes give for whole steps without compilation and activation checkpointing.
@@ -89,3 +110,43 @@ def test_the_remedy_for_many_shards_removes_the_warning():
     assert "data_parallel_replicate_degree 8 " in next(w for w in plan_of("llama3_70b", 512)["warnings"] if "HSDP" in w)
     argv = ("--parallelism.data_parallel_replicate_degree", "8")
     assert not [w for w in plan_of("llama3_70b", 512, *argv)["warnings"] if "shard group" in w]
+
+
+def test_time_and_newton_schulz():
+    """By hand: the 1B has 112 matrices and 21.3 TFLOP of Newton-Schulz (scripts/notes)."""
+    assumed = Assumptions(mfu=0.5, peak_tflops=1000.0, ns_tflops=500.0)
+    plan = plan_of("llama3_1b", 8, "--training.steps", "1000", assumed=assumed)
+    work, duration = plan["newton_schulz"], plan["duration"]
+    assert sum(plan["owners"]["matrices"]) == 112 and work["all"] / 1e12 == pytest.approx(21.3, abs=0.05)
+    assert work["predicted_seconds"] == pytest.approx(work["busiest"] / 5e14)
+    assert work["floor_seconds"] <= work["predicted_seconds"] and work["busiest"] >= work["all"] / 8
+    assert duration["tokens"] == 1000 * 8 * 4 * 4096
+    assert duration["flops"] == duration["tokens"] * duration["flops_per_token"]
+    assert duration["step_seconds"] == pytest.approx(duration["flops"] / 1000 / 8 / 5e14)
+    assert duration["days"] == pytest.approx(1000 * (duration["step_seconds"] + work["predicted_seconds"]) / 86400)
+    assert plan_of("llama3_1b", 112, assumed=assumed)["newton_schulz"]["tflops"] == assumed.ns_tflops_alone
+
+
+def test_accumulation_reduces_each_micro_batch_and_publishes_once():
+    argv = ("--parallelism.data_parallel_replicate_degree", "2")
+    once, four = (plan_of("llama3_1b", 8, *argv, "--training.global_batch_size", size) for size in ("32", "128"))
+    assert four["run"]["micro_batches"] == 4 * once["run"]["micro_batches"] == 4
+    for lane, times in {"unshard": 4, "reduce": 4, "reduce_replicate": 1, "publish_replicate": 1}.items():
+        assert four["lanes"][lane]["payload_bytes"] == times * once["lanes"][lane]["payload_bytes"] > 0
+    loss = MOMENTS.index("loss")
+    assert four["memory"]["kinds"]["gradients"][loss] > once["memory"]["kinds"]["gradients"][loss] == 0
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("NGPU", "8")
+    monkeypatch.setenv("NNODES", "2")
+    config = ["--job.config_file", str(ROOT / "train_configs" / "llama3_1b.toml"), "--training.dataset", "bin"]
+    config += ["--training.dataset_path", "/only/on/the/cluster/*.bin"]
+    assert main([*config, "--plan=json", "--plan.mfu", "0.3", "--plan.png", str(tmp_path / "plan.png")]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["run"]["ranks"] == 16 and plan["assumed"]["mfu"] == 0.3
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*config, "--plan"]) == 0
+    assert "on 16 ranks" in capsys.readouterr().out
+    assert main([*config, "--plan", "--parallelism.tensor_parallel_degree", "3"]) == 1
+    assert "parallelism" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import fields
@@ -20,16 +21,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plan", nargs="?", const="text", default="text", choices=_FORMATS)
     for field in fields(Assumptions):
         parser.add_argument(f"--plan.{field.name}", dest=field.name, type=float, default=field.default)
+    parser.add_argument("--plan.png", dest="png", metavar="FILE", help="also draw the plan; needs matplotlib")
     options, rest = parser.parse_known_args(argv)
     assumed = Assumptions(**{field.name: vars(options)[field.name] for field in fields(Assumptions)})
     try:
         config, problems = read_config(rest)
         _, ranks = count_processes()
         examined = examine(config, ranks, problems, only_model=True)
+        if options.png is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plan.png", "command line", "needs the package matplotlib: pip install matplotlib")
         plan = make_plan(config, examined.model_args, examined.dims, assumed)
     except ConfigError as error:
         print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return 1
+    if options.png is not None:
+        from torchtitan_dmuon.plan.picture import draw_plan  # matplotlib is optional
+
+        draw_plan(plan, options.png)
     print(json.dumps(plan) if options.plan == "json" else format_plan(plan))
     return 0
 

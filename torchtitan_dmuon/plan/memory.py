@@ -44,9 +44,12 @@ class Memory:
         return max(self.totals)
 
 
-def plan_memory(layout: Layout, config: JobConfig, activations: Activations, micro_batches: int) -> Memory:
-    """``micro_batches`` of one step, on each rank."""
-    slot = fullest_slot(layout)
+def plan_memory(
+    layout: Layout, config: JobConfig, activations: Activations, micro_batches: int, slot: int | None = None
+) -> Memory:
+    """``micro_batches`` of one step, on each rank. Of the rank at ``slot``, by default the fullest."""
+    if slot is None:
+        slot = fullest_slot(layout)
     packs = layout.packs(slot)
     fsdp = _Fsdp(layout, config)
     kinds = {

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.plan.activations import plan_activations
+from torchtitan_dmuon.plan.communication import plan_communication
+from torchtitan_dmuon.plan.duration import Assumptions, plan_duration, plan_newton_schulz
 from torchtitan_dmuon.plan.layout import Layout, build_layout, summarize_owners
 from torchtitan_dmuon.plan.memory import MOMENTS, plan_memory
 from torchtitan_dmuon.plan.warnings import Facts, find_warnings
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What a plan cannot know.
-
-    Attributes:
-        gpu_gib: memory of a GPU in GiB; 80 is an H100's.
-    """
-
-    gpu_gib: float = 80.0
 
 
 def make_plan(config: JobConfig, model_args: Any, dims: ParallelDims, assumed: Assumptions) -> dict[str, Any]:
@@ -37,8 +28,15 @@ def make_plan(config: JobConfig, model_args: Any, dims: ParallelDims, assumed: A
     training = config.training
     sequences = training.local_batch_size * dims.dp_size
     micro_batches = 1 if training.global_batch_size == -1 else training.global_batch_size // sequences
+    tokens_per_step = micro_batches * sequences * training.seq_len
     memory = plan_memory(layout, config, plan_activations(layout.model, config), micro_batches)
-    owners = _owners(layout) if layout.params else None
+    owners = newton_schulz = None
+    lanes: dict[str, Any] = {}
+    if layout.params:
+        owners = _owners(layout)
+        newton_schulz = plan_newton_schulz(layout, owners, assumed)
+        lanes = plan_communication(layout, config, micro_batches, memory.slot)
+    ns_seconds = newton_schulz["predicted_seconds"] if newton_schulz else 0.0
     plan = {
         "run": {
             "model": f"{config.model.name} {config.model.flavor}",
@@ -47,9 +45,9 @@ def make_plan(config: JobConfig, model_args: Any, dims: ParallelDims, assumed: A
             "ranks": layout.ranks,
             "mesh": dict(zip(("replicate", "shard", "tp"), layout.grid_shape, strict=True)),
             "micro_batches": micro_batches,
-            "tokens_per_step": micro_batches * sequences * training.seq_len,
+            "tokens_per_step": tokens_per_step,
         },
-        "assumed": vars(assumed),
+        "assumed": asdict(assumed),
         "owners": owners,
         "memory": {
             "rank": memory.slot,
@@ -58,6 +56,9 @@ def make_plan(config: JobConfig, model_args: Any, dims: ParallelDims, assumed: A
             "totals": list(memory.totals),
             "peak": memory.peak,
         },
+        "lanes": lanes,
+        "newton_schulz": newton_schulz,
+        "duration": plan_duration(layout, config, model_args, tokens_per_step, ns_seconds, assumed),
     }
     return plan | {"warnings": find_warnings(Facts(config, dims, owners, memory.peak, assumed.gpu_gib))}
 

@@ -10,7 +10,7 @@ _OWNERS_SHOWN = 4
 
 def format_plan(plan: dict[str, Any]) -> str:
     """The text, several paragraphs."""
-    parts = [_run(plan), _owners(plan), _memory(plan), _warnings(plan)]
+    parts = [_run(plan), _owners(plan), _memory(plan), _lanes(plan), _duration(plan), _warnings(plan)]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
 
 
@@ -65,6 +65,36 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
     for name, moments in [*memory["kinds"].items(), ("total", memory["totals"])]:
         rows.append([name, *(gib(size) if size else "-" for size in moments)])
     yield from table(rows)
+
+
+def _lanes(plan: dict[str, Any]) -> Iterator[str]:
+    if not plan["lanes"]:
+        return
+    yield f"communication of a step, without FSDP2's (rank {plan['memory']['rank']}; sent: leaving a rank on average)"
+    rows = [["", "ranks", "collectives", "payload", "sent"]]
+    for name, lane in plan["lanes"].items():
+        if lane["collectives"]:
+            sizes = (gib(lane[key]) for key in ("payload_bytes", "sent_bytes_per_rank"))
+            rows.append([name, f"{lane['ranks']:,}", f"{lane['collectives']:,}", *sizes])
+    if len(rows) == 1:
+        yield "  none: one rank"
+    else:
+        yield from table(rows)
+
+
+def _duration(plan: dict[str, Any]) -> Iterator[str]:
+    assumed, duration, work = plan["assumed"], plan["duration"], plan["newton_schulz"]
+    if work is not None:
+        yield (
+            f"Newton-Schulz: {work['busiest'] / 1e12:.2f} of {work['all'] / 1e12:,.1f} TFLOP on the busiest rank, "
+            f"{1000 * work['predicted_seconds']:.2f} ms a step at {work['tflops']:g} TFLOP/s; "
+            f"floor {1000 * work['floor_seconds']:.2f} ms at {assumed['ns_tflops_floor']:g}"
+        )
+    yield (
+        f"time: {duration['steps']:,} steps, {duration['tokens']:.3g} tokens, {duration['flops']:.3g} FLOP; at "
+        f"{assumed['mfu']:.0%} MFU of {assumed['peak_tflops']:g} TFLOP/s "
+        f"{1000 * duration['step_seconds']:,.1f} ms a step of forward and backward, {duration['days']:.2f} days in all"
+    )
 
 
 def _warnings(plan: dict[str, Any]) -> Iterator[str]:

@@ -132,7 +132,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
         for name, ranks in zip(LANES, (shards, shards, replicas, columns, replicas, columns), strict=True)
     }
     for unit in runtime.units:
-        for lane, payload, sent in _transfers(unit.pack):
+        for lane, payload, sent in transfers(unit.pack):
             times = 1 if lane != "unshard" or not schedule.reshard_after_forward or schedule.stays(unit) else 2
             plan[lane]["collectives"] += times
             plan[lane]["payload_bytes"] += times * payload
@@ -146,7 +146,7 @@ def summarize_comm_plan(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _transfers(pack: Pack) -> Iterator[tuple[str, int, float]]:
+def transfers(pack: Pack) -> Iterator[tuple[str, int, float]]:
     """(lane, payload bytes, bytes that leave a rank) of each collective that moves the pack's weights and gradients
     once. Broadcast, reduce, all-gather and reduce-scatter move each byte to (or from) every other rank once at best."""
     (replicas, shards, columns), column, itemsize = pack.grid.shape, pack.grid.coordinate[2], pack.grad_itemsize
