@@ -53,7 +53,7 @@ _ALIASES = {
 }
 # Names of weights that sound as if they held several matrices.
 LOOKS_FUSED = re.compile(
-    r"(qkv|kqv|query_key|key_value|gate_up|up_gate|fused|\bw12|\bw13|\bin_proj|c_attn|[._]kv(_proj)?)(\.weight)?$"
+    r"(qkv|kqv|query_key|key_value|\b(gate_up|up_gate)(_proj)?|fused|\bw12|\bw13|\bin_proj|c_attn|[._]kv(_proj)?)(\.weight)?$"
 )
 
 
