@@ -89,8 +89,8 @@ def group_keys() -> set[str]:
 
 
 def known_linears() -> set[str]:
-    """The class names of linear layers whose weights may be fused."""
-    return set(fused_weights._LINEARS)
+    """The names of linear layers whose weights may be fused."""
+    return {name for names, _, _ in fused_weights.FUSED for name in names.split("|")}
 
 
 def find_inf_on_device(trainer: Trainer) -> None:

@@ -89,7 +89,7 @@ def dedicate_params(
         refuse("dedicate_params", unknown, inspect.signature(dedicate_params).parameters)
     _check(model, prefetch, process_group_policy)
     selection = select(model, predicate, reasons or {})
-    specs = resolve_specs(selection, param_policy, route_hint_fn, matrix_layouts(model))
+    specs = resolve_specs(selection, param_policy, route_hint_fn, matrix_layouts(model, selection.min_matrix_dim))
     boundaries = hook_boundaries(model, selection.names, hook_boundary_predicate, hook_boundary_strict)
     decided = decide(model, selection, specs, boundaries, tp_mesh)
     torch_private.teach_fully_shard_to_skip_dedicated()

@@ -127,6 +127,111 @@ def test_zoo():
     ]
 
 
+def linear(out=256):
+    return nn.Linear(128, out, bias=False)
+
+
+def parts(**modules):
+    module = nn.Module()
+    for name, each in modules.items():
+        module.register_module(name, each)
+    return module
+
+
+def experts():
+    return nn.ModuleList([parts(gate_proj=linear(), up_proj=linear(), gate=linear()) for _ in range(2)])
+
+
+class NoisyGate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores = linear()
+
+
+ROUTERS = {
+    "gate": linear,
+    "wg": linear,
+    "gating": linear,
+    "switch": linear,
+    "expert_gate": linear,
+    "w_gate": linear,
+    "gate_network": lambda: nn.Sequential(linear(), linear()),
+    "scorer": NoisyGate,
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("beside", ["experts", "mlps", None])
+def test_a_gate_beside_experts_is_a_router_however_many_they_are(name, beside):
+    """256 outputs, so that none is refused for being thin. Tutel and Hunyuan: ``gate.wg`` beside ``experts``."""
+
+    def build():
+        others = {beside: experts()} if beside else {"up": linear()}
+        return parts(layers=nn.ModuleList([parts(moe=parts(**{name: ROUTERS[name]()}, gate_proj=linear(), **others))]))
+
+    decisions = classify(build_on_meta(build))
+    gates = [each for key, each in decisions.items() if key.startswith(f"layers.0.moe.{name}.")]
+    assert gates and all(each.muon == (beside is None) for each in gates)
+    assert {each.reason for each in gates} == {"Linear in a block" if beside is None else "router"}
+    assert all(each.muon for key, each in decisions.items() if not key.startswith(f"layers.0.moe.{name}."))
+
+
+def test_what_is_inside_a_router_is_one_and_experts_are_none():
+    class SwitchRouter(nn.Module):  # as transformers names a layer of experts, router and all
+        def __init__(self):
+            super().__init__()
+            self.experts, self.gate = experts(), parts(router_mlp=parts(fc1=linear()), wg=linear())
+
+    names = muon_names(build_on_meta(lambda: parts(layers=nn.ModuleList([parts(mlp=SwitchRouter())]))))
+    leaves = ("gate_proj", "up_proj", "gate")
+    assert names == [f"layers.0.mlp.experts.{i}.{leaf}.weight" for i in range(2) for leaf in leaves]
+
+
+def test_fused_weights():
+    """Three matrices of ``nn.MultiheadAttention``; of a fused weight the parts may be thin, not all of them."""
+
+    def build():
+        layer = parts(attention=nn.MultiheadAttention(128, 2), other=nn.MultiheadAttention(128, 2, kdim=160, vdim=160))
+        layer.narrow = parts(qkv=linear(3 * 64), proj=nn.Linear(64, 128))
+        layer.latent = parts(kv_a_proj_with_mqa=linear(160 + 64))
+        vars(layer.latent).update(kv_lora_rank=160, qk_rope_head_dim=64)
+        layer.unknown = parts(fused_qkv=linear(500))
+        layer.mixer = parts(x_proj=linear(), dt_proj=linear(), in_proj=linear())
+        layer.mixer.A_log = nn.Parameter(torch.empty(128, 16))
+        return parts(layers=nn.ModuleList([layer]))
+
+    decisions = classify(build_on_meta(build))
+    leaf = {name.removeprefix("layers.0."): decision.reason for name, decision in decisions.items()}
+    attention = {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+    names = {name.removeprefix("layers.0.") for name in muon_names(build_on_meta(build))}
+    assert {name for name in names if not name.endswith(".weight")} == {"attention.in_proj_weight"} | {
+        f"other.{each}" for each in attention - {"in_proj_weight"}
+    }
+    assert leaf["narrow.qkv.weight"] == "thin: smaller side 64 < 128"
+    assert leaf["latent.kv_a_proj_with_mqa.weight"] == "Linear in a block"
+    told = "Linear in a block; looks fused, taken as one matrix: give it blocks"
+    assert leaf["unknown.fused_qkv.weight"] == leaf["mixer.in_proj.weight"] == told
+    assert leaf["mixer.x_proj.weight"] == leaf["mixer.dt_proj.weight"] == "state-space parameter"
+    assert leaf["mixer.A_log"] == "not the weight of a linear layer (Module.A_log)"
+
+
+@pytest.mark.parametrize(("outside", "warned"), [(256, False), (300, True)])
+def test_a_warning_if_muon_gets_less_than_half(outside, warned, caplog):
+    """Embedding and head do not count, not even a head that only its shape tells."""
+
+    def build():
+        return parts(
+            embed=nn.Embedding(400, 128),
+            layers=nn.ModuleList([parts(up=linear())]),
+            projector=linear(outside),
+            head=nn.Linear(128, 400, bias=False),
+        )
+
+    muon_names(build_on_meta(build))
+    told = "Muon gets 46% of the elements outside embeddings of Module; the reasons are in the ownership table"
+    assert [record.getMessage() for record in caplog.records] == [told] * warned
+
+
 def test_smallest_side():
     model = ToyModel(layers=1)  # 20 and 36 wide
     assert muon_names(model) == []

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from torchtitan_dmuon.dmuon.ownership import fused_weights
 
@@ -175,10 +176,112 @@ def test_qwen3_next():
     assert [block.indices() for block in found["self_attn.q_proj"].blocks.blocks] == gated
 
 
-def test_unknown_classes_are_left_alone():
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([torch.nn.Module()])
-    model.layers[0].query_key_value = torch.nn.Linear(8, 24, bias=False)
-    model.layers[0].q_proj = torch.nn.Linear(8, 16, bias=False)
-    model.layers[0].in_proj = torch.nn.Linear(8, 24, bias=False)
-    assert matrix_layouts(model) == {}
+class Attention(nn.Module):
+    """Linear layers of these shapes, name -> (out, in), and what the module keeps of sizes."""
+
+    def __init__(self, linears, **sizes):
+        super().__init__()
+        for name, (out, inputs) in linears.items():
+            self.register_module(name, nn.Linear(inputs, out, bias=False))
+        vars(self).update(sizes)
+
+
+class InternLM2Attention(Attention):
+    pass
+
+
+class Mamba2(Attention):
+    pass
+
+
+class MixedExperts(nn.Module):
+    def __init__(self, **shapes):
+        super().__init__()
+        self.num_experts = 4
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+THIRDS = [starts((0, 8)), starts((8, 16)), starts((16, 24))]
+GROUPED_ROWS = [starts((0, 8)), starts((8, 12)), starts((12, 16))]  # 4 heads of 2 queries, 2 of keys and of values
+TWO = [starts((0, 12)), starts((12, 24))]
+BY_GROUP = [starts((0, 4), (8, 12)), starts((4, 6), (12, 14)), starts((6, 8), (14, 16))]
+# what a layer holds -> {weight: indices of every block}
+OWN = {
+    "nanoGPT": (Attention({"c_attn": (24, 8), "c_proj": (8, 8)}, n_head=2, n_embd=8), {"c_attn": THIRDS}),
+    "nanoGPT without sizes": (Attention({"c_attn": (24, 8), "c_proj": (8, 8)}), {"c_attn": THIRDS}),
+    "x-transformers": (
+        Attention({"to_q": (16, 8), "to_kv": (24, 8), "to_out": (8, 16)}, heads=4),
+        {"to_kv": TWO},
+    ),
+    "lucidrains' attention, wider than the model": (
+        Attention({"to_qkv": (24, 6), "to_out": (6, 8)}, heads=4),
+        {"to_qkv": THIRDS},
+    ),
+    "gpt-fast": (
+        Attention({"wqkv": (16, 8), "wo": (8, 8)}, n_head=4, head_dim=2, n_local_heads=2, dim=8),
+        {"wqkv": GROUPED_ROWS},
+    ),
+    "InternLM2": (
+        InternLM2Attention({"wqkv": (16, 8), "wo": (8, 8)}, num_heads=4, head_dim=2, num_key_value_heads=2),
+        {"wqkv": BY_GROUP},
+    ),
+    "Megatron": (
+        Attention(
+            {"linear_qkv": (16, 8), "linear_proj": (8, 8)},
+            num_attention_heads_per_partition=4,
+            num_query_groups_per_partition=2,
+            hidden_size_per_attention_head=2,
+        ),
+        {"linear_qkv": BY_GROUP},
+    ),
+    "Megatron's gated MLP": (Attention({"linear_fc1": (24, 8), "linear_fc2": (8, 12)}), {"linear_fc1": TWO}),
+    "Megatron's MLP": (Attention({"linear_fc1": (24, 8), "linear_fc2": (8, 24)}), {}),
+    "OLMo": (
+        Attention(
+            {"att_proj": (16, 8), "attn_out": (8, 8), "ff_proj": (24, 8), "ff_out": (8, 12)},
+            config=SimpleNamespace(n_heads=4, n_kv_heads=2),
+        ),
+        {"att_proj": GROUPED_ROWS, "ff_proj": TWO},
+    ),
+    "w12": (Attention({"w12": (24, 8), "w3": (8, 12)}), {"w12": TWO}),
+    "mamba_ssm": (
+        Mamba2({"in_proj": (22, 8), "out_proj": (8, 6)}, d_inner=6, ngroups=2, d_state=2, nheads=2),
+        {"in_proj": [starts((0, 6)), starts((6, 12)), starts((12, 16)), starts((16, 20)), starts((20, 22))]},
+    ),
+    "torch": (nn.MultiheadAttention(8, 2), {"in_proj_weight": THIRDS}),
+    "torch, other keys": (nn.MultiheadAttention(8, 2, kdim=6), {}),
+    "flat experts": (
+        MixedExperts(w1=(24, 8), bias=(4, 8), router=(6, 8)),
+        {"w1": [starts((i, i + 6)) for i in range(0, 24, 6)]},
+    ),
+    "grouped heads of unknown sizes": (Attention({"qkv": (16, 8), "proj": (8, 8)}, heads_of_keys=2), {}),
+    "unknown classes": (Attention({"query_key_value": (24, 8), "q_proj": (16, 8), "in_proj": (24, 8)}), {}),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_cuts_of_own_code(case):
+    layer, expected = OWN[case]
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer])
+    found = {
+        fqn.removeprefix("layers.0.").removesuffix(".weight"): [block.indices() for block in layout.blocks.blocks]
+        for fqn, layout in matrix_layouts(model).items()
+    }
+    assert found == expected
+    assert all(block for blocks in found.values() for block in blocks)
+
+
+def test_a_thin_part_stays_with_the_part_before_it():
+    """Latent 12, rotary key 4; key 24 and value 20 over the four heads: with a least side of 8, 21 and 25."""
+    config = transformers.DeepseekV3Config(**MLA)
+    with torch.device("meta"):
+        model = transformers.DeepseekV3ForCausalLM(config)
+    attention = "model.layers.0.self_attn"
+    for least, latent, heads in ((0, 2, 2), (8, 0, 2), (21, 0, 0)):
+        found = fused_weights.matrix_layouts(model, least)
+        for name, blocks in ((f"{attention}.kv_a_proj_with_mqa", latent), (f"{attention}.kv_b_proj", heads)):
+            split = found[f"{name}.weight"]["blocks"]
+            split.check(model.get_parameter(f"{name}.weight").shape)
+            assert len(split.blocks) == (blocks or 1), (name, least)

@@ -5,6 +5,7 @@ stored [in, out], the columns) of one matrix, which gets its own Newton-Schulz, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -41,6 +42,17 @@ def split_interleaved(groups: int, sizes: Sequence[int], dim: int = ROWS) -> Blo
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     blocks = (Block(start, size, groups, sum(sizes)) for start, size in zip(starts, sizes, strict=True))
     return BlockSplit(tuple(blocks), dim)
+
+
+def join_thin(split: BlockSplit, least: int) -> BlockSplit:
+    """``split`` with a block of fewer than ``least`` rows (or columns) joined to the one before it, or after it."""
+    joined: list[Block] = []
+    for block in split.blocks:
+        if joined and min(len(joined[-1]), len(block)) < least:
+            joined[-1] = replace(joined[-1], size=joined[-1].size + block.size)
+        else:
+            joined.append(block)
+    return BlockSplit(tuple(joined), split.dim)
 
 
 def take(matrices: torch.Tensor, block: Block, dim: int) -> torch.Tensor:

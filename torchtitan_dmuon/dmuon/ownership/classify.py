@@ -5,13 +5,20 @@ the place of the module that holds a parameter decide, on the unsharded model; n
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-# Wrappers put these parts into a name; the canonical name of a parameter has none of them.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+from .fused_weights import LOOKS_FUSED, holder_of, is_matrix, matrix_layouts
+from .spec import WRAPPER_PARTS, canonical_fqn
+
+logger = logging.getLogger(__name__)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -22,6 +29,9 @@ MIN_MATRIX_DIM = 128
 # vocabulary is more than so many times the model's width. Else it may be an MLP's hidden weight: [4 * 768, 768].
 _WIDEST_HIDDEN = 4
 
+# Words of a name (in small letters) or last words of a class that, beside experts, mean a router.
+_GATES = frozenset({"gate", "gating", "switch", "wg", "Gate", "Gating", "Switch"})
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -29,11 +39,6 @@ class Decision:
 
     muon: bool
     reason: str
-
-
-def canonical_fqn(name: str) -> str:
-    """``name`` without the parts that activation checkpointing, compile and FSDP wrappers insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def enclosing(module_name: str) -> list[str]:
@@ -62,33 +67,45 @@ def is_bare_container(module: nn.Module) -> bool:
 def classify(model: nn.Module, min_matrix_dim: int = MIN_MATRIX_DIM) -> dict[str, Decision]:
     """A decision for every parameter of ``model``, which is not sharded yet, by canonical name, in ``named_parameters``
     order. Matrices whose smaller side is below ``min_matrix_dim`` are left out."""
-    embeddings, layers = _embeddings_and_heads(model), _repeated_layers(model)
+    embeddings, layers, layouts = _embeddings_and_heads(model), _repeated_layers(model), matrix_layouts(model)
     shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
-    decisions = {}
+    decisions, outside, taken = {}, 0, 0
     for name, param in model.named_parameters():
         if param in embeddings or (param.shape in shapes and param.shape[0] > _WIDEST_HIDDEN * param.shape[1]):
             decision = Decision(False, "embedding or head")
         else:
-            decision = _decide(model, name, param, layers, min_matrix_dim)
+            decision = _decide(model, name, param, layers, layouts.get(canonical_fqn(name), {}), min_matrix_dim)
+            outside += param.numel() * (param.shape not in shapes)
+            taken += param.numel() * decision.muon
         decisions[canonical_fqn(name)] = decision
+    if 2 * taken < outside:
+        told = "Muon gets %.0f%% of the elements outside embeddings of %s; the reasons are in the ownership table"
+        logger.warning(told, 100 * taken / outside, type(model).__name__)
     return decisions
 
 
-def _decide(model: nn.Module, name: str, param: nn.Parameter, layers: set[str], min_matrix_dim: int) -> Decision:
+def _decide(
+    model: nn.Module, name: str, param: nn.Parameter, layers: set[str], layout: Mapping[str, Any], min_matrix_dim: int
+) -> Decision:
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
     if param.ndim < 2:
         return Decision(False, f"{param.ndim}-D")
-    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
-    if not is_linear and not is_expert_stack(module, param):
+    if not is_matrix(module, leaf, param):
         return Decision(False, f"not the weight of a linear layer ({type(module).__name__}.{leaf})")
     if layers.isdisjoint(enclosing(module_name)):
         return Decision(False, "outside the repeated blocks")
     if _is_router(model, module_name):
         return Decision(False, "router")
-    if min(param.shape[-2:]) < min_matrix_dim:
-        return Decision(False, f"thin: smaller side {min(param.shape[-2:])} < {min_matrix_dim}")
-    return Decision(True, f"{type(module).__name__} in a block")
+    holder, linear = holder_of(model, module_name)
+    if linear in ("x_proj", "dt_proj") and "A_log" in dict(holder.named_parameters(recurse=False)):  # Mamba
+        return Decision(False, "state-space parameter")
+    split = layout.get("blocks")
+    shapes = [split.shape_of(block, param.shape) for block in split.blocks] if split else [param.shape[-2:]]
+    if (side := max(map(min, shapes))) < min_matrix_dim:
+        return Decision(False, f"thin: smaller side {side} < {min_matrix_dim}")
+    unknown = "" if split or not LOOKS_FUSED.search(name) else "; looks fused, taken as one matrix: give it blocks"
+    return Decision(True, f"{type(module).__name__} in a block{unknown}")
 
 
 def _repeated_layers(model: nn.Module) -> set[str]:
@@ -134,30 +151,27 @@ def _kind(module: nn.Module) -> object:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside the wrappers of activation checkpointing, compile and FSDP around ``module``."""
-    while inner := [child for name, child in module.named_children() if name in _WRAPPER_PARTS]:
+    while inner := [child for name, child in module.named_children() if name in WRAPPER_PARTS]:
         (module,) = inner
     return module
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """transformers' ``Conv1D`` (GPT-2), a linear layer stored [in, out]; by name, since transformers is optional."""
-    return type(module).__name__ == "Conv1D"
-
-
-def is_expert_stack(module: nn.Module, param: nn.Parameter) -> bool:
-    """A parameter [E, m, n] of a module that holds the experts of a layer, as [64, 1408, 2048]."""
-    return type(module).__name__.endswith("Experts") and param.ndim == 3
-
-
 def _is_router(model: nn.Module, module_name: str) -> bool:
-    """A linear layer that scores experts: inside a module called router, or a ``gate`` beside experts."""
-    parts = module_name.split(".")
-    while parts[-1] in _WRAPPER_PARTS:
-        parts.pop()
-    module, parent = model.get_submodule(module_name), model.get_submodule(".".join(parts[:-1]))
-    if "router" in module_name.split(".") or any(type(m).__name__.endswith("Router") for m in (module, parent)):
-        return True
-    return parts[-1] == "gate" and any("expert" in name for name, _ in parent.named_children())
+    """A linear layer that scores experts: it or a module around it is called a router, or a gate and stands beside
+    experts. A module around the experts themselves is none, nor is the ``gate_proj`` of an MLP."""
+    names = [name for name in enclosing(module_name) if name.rpartition(".")[2] not in WRAPPER_PARTS]
+    for name, outer in itertools.pairwise(names):
+        module, part = model.get_submodule(name), name.rpartition(".")[2]
+        words = {*part.lower().split("_"), *re.findall("[A-Z][a-z]+$", type(module).__name__)}
+        if any("expert" in inner.lower() for inner, _ in module.named_modules()):
+            continue
+        if not words.isdisjoint({"router", "Router"}):
+            return True
+        beside = {sibling.lower() for sibling, _ in model.get_submodule(outer).named_children() if sibling != part}
+        experts_beside = "mlps" in beside or any("expert" in sibling for sibling in beside)
+        if experts_beside and not words.isdisjoint(_GATES) and words.isdisjoint({"proj", "up"}):
+            return True
+    return False
 
 
 def _embeddings_and_heads(model: nn.Module) -> set[nn.Parameter]:

@@ -11,26 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .boundaries import boundary_dtypes
-from .classify import Decision, canonical_fqn, classify
-from .spec import ParamSpec
+from .classify import MIN_MATRIX_DIM, Decision, classify
+from .spec import ParamSpec, Selection, canonical_fqn
 
 Predicate = Callable[[str, nn.Parameter], bool]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The parameters that get an owner, by canonical name, in model order.
-
-    Attributes:
-        reasons: why each parameter of the model is selected or not.
-        names: all names of each of ``params``, with wrapper prefixes; a tied one (embedding and head) has several.
-        skipped: those of ``reasons`` of which the parameter is not selected.
-    """
-
-    params: dict[str, nn.Parameter]
-    reasons: dict[str, str]
-    names: dict[str, list[str]]
-    skipped: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -66,10 +50,11 @@ def select(model: nn.Module, predicate: Predicate | None, told: Mapping[str, str
         raise ValueError(f"no parameter of {type(model).__name__} was selected for an owner; {advice}")
     reasons = {name: told.get(name, decision.reason) for name, decision in decisions.items()}
     skipped = {name: reason for name, reason in reasons.items() if name not in selected}
-    names = {param: [] for param in named.values()}
+    of_param = {param: [] for param in named.values()}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names[param].append(name)
-    return Selection(selected, reasons, {name: names[param] for name, param in selected.items()}, skipped)
+        of_param[param].append(name)
+    names = {name: of_param[param] for name, param in selected.items()}
+    return Selection(selected, reasons, names, skipped, 0 if predicate else MIN_MATRIX_DIM)
 
 
 def decide(

@@ -1,117 +1,166 @@
 """Which weights of known models are stacks, fused or stored transposed, and how they are cut into matrices.
 
-The name of a linear layer, the class of the module that holds the layer and the sizes that this module keeps tell the
-layout (transformers 5, read from its code). A layout is fields of a ``ParamSpec``, as a rule of ``param_policy`` sets
-them: ``stack``, ``transposed``, ``blocks``. An unknown weight has none. Pure: reads modules and shapes only.
+The name of a linear layer, the class of its *holder* (the module that has the layer as an attribute) and the sizes that
+the holder keeps tell the layout (transformers 5 and known repositories, read from their code). A layout is fields of a
+``ParamSpec``, as a rule of ``param_policy`` sets them: ``stack``, ``transposed``, ``blocks``. Pure: reads modules and
+shapes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Any
 
 from torch import nn
 
-from .blocks import split_equal, split_interleaved, split_sizes
-from .classify import canonical_fqn, is_conv1d, is_expert_stack
-from .spec import COLUMNS, ROWS, BlockSplit
+from .blocks import join_thin, split_equal, split_interleaved
+from .spec import COLUMNS, ROWS, WRAPPER_PARTS, BlockSplit, canonical_fqn
 
-# (attributes of the module that holds a linear layer, shape of the layer's weight) -> the split, if it is known.
-_Cut = Callable[[dict[str, Any], tuple[int, ...]], BlockSplit | None]
-_ANY = ("",)
+# (names of the layer, start of the holder's class, sizes of the parts). Alternatives follow a "|"; the first one that
+# fits is used. It fits if all sizes are known and fill the output side: once or, with "...", any number of times. A
+# size is a product of names and quotients. Names are integer attributes of the holder and its config; H, K, D (heads,
+# key heads, rows of a head); ``in`` and ``rows``, the sides of the weight; ``half`` and ``third`` of the rows, if
+# another weight of the holder takes as many.
+FUSED = (
+    ("gate_up_proj|up_gate_proj|to_kv", "", "rows/2 rows/2"),
+    ("Wi|w12|w13|ff_proj|linear_fc1|input_linear", "", "half half"),
+    ("query_key_value|qkv_proj|in_proj", "GPTNeoX|Bloom|Persimmon|MiniMax|Disentangled", "D D D ..."),
+    ("query_key_value|wqkv", "Falcon|InternLM2", "H/K*D D D ..."),
+    ("linear_qkv", "", "H/K*D D D ..."),  # Megatron
+    ("qkv_proj", "CodeGen", "rows/12 rows/12 rows/12 ..."),  # query, value, key in each of 4 parts
+    ("c_attn", "GPTBigCode", "H*D D D | D D D ..."),
+    ("c_attn", "", "H*D K*D K*D | third third third | in in in | in in"),  # the last: key, value of cross-attention
+    ("qkv|Wqkv|wqkv|to_qkv|qkv_proj|att_proj", "", "H*D K*D K*D | third third third | in in in"),
+    ("kv_proj", "JetMoe", "rows/2 rows/2"),
+    ("q_proj", "Qwen3Next|Qwen3_5", "D D ..."),  # query, gate
+    # Latent attention: [latent, shared rotary key], and for every head [key without rotation, value].
+    ("kv_a_proj_with_mqa|wkv_a", "", "kv_lora_rank qk_rope_head_dim"),
+    ("kv_b_proj|wkv_b", "", "qk_nope_head_dim v_head_dim ..."),
+    # Linear attention: every key head is [query, key, its values, their gates].
+    ("in_proj_qkvz", "", "head_k_dim head_k_dim" + 2 * " head_v_dim*num_v_heads/num_k_heads" + " ..."),
+    ("in_proj_qkv", "", "key_dim key_dim value_dim"),
+    # State-space layers: gate, input, B, C, one step size a head; in the first generation input and gate.
+    ("in_proj", "", "intermediate_size intermediate_size" + 2 * " n_groups*ssm_state_size" + " num_heads"),
+    ("in_proj", "", "d_inner d_inner ngroups*d_state ngroups*d_state nheads"),
+    ("in_proj", "ZambaMamba", "1 1 ..."),
+    ("in_proj", "Mamba|FalconMamba|Jamba", "intermediate_size intermediate_size | d_inner d_inner"),
+    ("in_proj", "Lfm2", "in in in"),
+)
+_ALIASES = {
+    "H": ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_attention_heads_per_partition"),
+    "K": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_heads", "num_query_groups_per_partition"),
+    "D": ("head_dim", "attention_head_size", "head_size", "dim_head", "hidden_size_per_attention_head"),
+}
+# Names of weights that sound as if they held several matrices.
+LOOKS_FUSED = re.compile(
+    r"(qkv|kqv|query_key|key_value|\b(gate_up|up_gate)(_proj)?|fused|\bw12|\bw13|\bin_proj|c_attn|[._]kv(_proj)?)(\.weight)?$"
+)
 
 
-def matrix_layouts(model: nn.Module) -> dict[str, dict[str, Any]]:
+def matrix_layouts(model: nn.Module, min_matrix_dim: int = 0) -> dict[str, dict[str, Any]]:
     """The layout of every weight of ``model`` that is not one matrix stored [out, in], by canonical name. The model is
-    not sharded but for tensor parallelism; shapes are global."""
+    not sharded but for tensor parallelism; shapes are global. A part with fewer rows than ``min_matrix_dim`` stays with
+    the part before it: it is no matrix of its own."""
     layouts = {}
     for name, param in model.named_parameters():
         module_name, _, leaf = name.rpartition(".")
-        module, shape = model.get_submodule(module_name), tuple(param.shape)
-        parent_name, _, linear = canonical_fqn(module_name).rpartition(".")
-        if is_expert_stack(module, param):
-            layouts[canonical_fqn(name)] = _experts(module, leaf, shape)
-        elif leaf == "weight" and param.ndim == 2 and parent_name:
-            parts = module_name.split(".")
-            while parts.pop() != linear:  # a wrapper of the layer
-                pass
-            layouts[canonical_fqn(name)] = _linear(model.get_submodule(".".join(parts)), module, linear, shape)
+        module = model.get_submodule(module_name)
+        if param.ndim in (2, 3) and is_matrix(module, leaf, param):
+            layouts[canonical_fqn(name)] = layout = _layout(model, module_name, leaf, param)
+            if layout.get("blocks"):
+                layout["blocks"] = join_thin(layout["blocks"], min_matrix_dim)
     return {name: layout for name, layout in layouts.items() if layout}
 
 
-def _experts(module: nn.Module, leaf: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    marks = vars(module)  # by transformers 5 on every class of experts but Llama 4's
-    transposed = marks.get("is_transposed", type(module).__name__ == "Llama4TextExperts")
-    if leaf != "gate_up_proj" or not marks.get("has_gate", True):
-        return {"stack": True, "transposed": transposed}
-    dim = COLUMNS if transposed else ROWS
-    half = shape[-2:][dim] // 2
-    groups = 1 if marks.get("is_concatenated", True) else half  # else gate and up alternate
-    blocks = split_interleaved(groups, [half // groups] * 2, dim)
-    return {"stack": True, "transposed": transposed, "blocks": blocks}
+def is_matrix(module: nn.Module, leaf: str, param: nn.Parameter) -> bool:
+    """Whether ``leaf`` of ``module`` is one or several matrices that a matrix product uses."""
+    if isinstance(module, nn.MultiheadAttention):
+        return leaf.endswith("proj_weight")
+    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
+    return is_linear or is_expert_stack(module, param) or _flat_experts(module, param) > 0
 
 
-def _linear(parent: nn.Module, module: nn.Module, linear: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    if is_conv1d(module):
-        parts = shape[1] // shape[0] if linear == "c_attn" and shape[1] % shape[0] == 0 else 1  # 2: key and value
-        return {"transposed": True, "blocks": split_equal(parts, COLUMNS)(shape) if parts > 1 else None}
-    classes, cut = _LINEARS.get(linear, ((), None))
-    blocks = cut(vars(parent), shape) if type(parent).__name__.startswith(classes) else None
-    return {"blocks": blocks} if blocks else {}
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' ``Conv1D`` (GPT-2), a linear layer stored [in, out]; by name, since transformers is optional."""
+    return type(module).__name__ == "Conv1D"
 
 
-def _thirds(sizes: dict[str, Any], shape: tuple[int, ...]) -> BlockSplit | None:
-    """[3, heads, head_dim], the vision encoders' and ModernBERT's; grouped heads are not known by the name."""
-    return split_equal(3)(shape) if shape[0] == 3 * shape[1] else None
+def is_expert_stack(module: nn.Module, param: nn.Parameter) -> bool:
+    """A parameter [E, m, n] of a module that holds the experts of a layer, as [64, 1408, 2048]."""
+    return type(module).__name__.endswith("Experts") and param.ndim == 3
 
 
-def _query_key_value_rows(sizes: dict[str, Any], shape: tuple[int, ...]) -> BlockSplit:
-    config, head_dim = sizes["config"], sizes["head_dim"]
-    query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    return split_sizes((query, key, key))
+def _flat_experts(module: nn.Module, param: nn.Parameter) -> int:
+    """The number E of experts in a parameter [E * m, n] of a module that holds the experts of a layer, else 0. A bias
+    [E, n] is none."""
+    sizes = vars(module)
+    experts = next((sizes[name] for name in ("moe_num_experts", "num_experts") if name in sizes), 0)
+    is_flat = "Expert" in type(module).__name__ and param.ndim == 2 and experts and param.shape[0] % experts == 0
+    return experts if is_flat and param.shape[0] > experts else 0
 
 
-def _query_key_value_heads(sizes: dict[str, Any], shape: tuple[int, ...]) -> BlockSplit:
-    if "new_decoder_architecture" not in sizes:
-        head_dim = sizes["head_dim"] if "head_dim" in sizes else sizes["head_size"]  # GPT-NeoX's name
-        return split_interleaved(shape[0] // (3 * head_dim), [head_dim] * 3)
-    heads, head_dim = sizes["num_heads"], sizes["head_dim"]  # Falcon, in three generations
-    old = 1 if sizes["multi_query"] else heads
-    groups = sizes["num_kv_heads"] if sizes["new_decoder_architecture"] else old
-    return split_interleaved(groups, (heads // groups * head_dim, head_dim, head_dim))
+def holder_of(model: nn.Module, module_name: str) -> tuple[nn.Module, str]:
+    """The module that has ``module_name`` as an attribute, and the attribute's name; wrappers are passed over."""
+    *parts, linear = module_name.split(".")
+    while linear in WRAPPER_PARTS and parts:
+        *parts, linear = parts
+    return model.get_submodule(".".join(parts)), linear
 
 
-def _delta_net(sizes: dict[str, Any], shape: tuple[int, ...]) -> BlockSplit | None:
-    """Every key head is [query, key, its values, their gates]."""
-    if "num_k_heads" not in sizes:
-        return None
-    heads, key = sizes["num_k_heads"], sizes["head_k_dim"]
-    value = sizes["head_v_dim"] * sizes["num_v_heads"] // heads
-    return split_interleaved(heads, (key, key, value, value))
+def _layout(model: nn.Module, module_name: str, leaf: str, param: nn.Parameter) -> dict[str, Any]:
+    module, shape, layout = model.get_submodule(module_name), tuple(param.shape), {}
+    if isinstance(module, nn.MultiheadAttention):
+        return {"blocks": split_equal(3)(shape)} if leaf == "in_proj_weight" else {}
+    kind, marks = type(module).__name__, vars(module)
+    if experts := _flat_experts(module, param):
+        return {"blocks": split_equal(experts)(shape), "transposed": (kind, leaf) == ("DbrxExpertGLU", "w2")}
+    if is_expert_stack(module, param):  # transformers 5 marks every class of experts but Llama 4's
+        layout = {"stack": True, "transposed": marks.get("is_transposed", kind == "Llama4TextExperts")}
+    elif is_conv1d(module):
+        layout = {"transposed": True}
+    dim = COLUMNS if layout.get("transposed") else ROWS
+    holder, linear = holder_of(model, module_name) if leaf == "weight" else (module, leaf)
+    if linear == "gate_up_proj" and not marks.get("is_concatenated", True):  # gate and up alternate
+        blocks = split_interleaved(shape[-2:][dim] // 2, (1, 1), dim)
+    else:
+        blocks = _cut(holder, linear, param, dim) if marks.get("has_gate", True) else None
+    return {**layout, "blocks": blocks} if blocks else layout
 
 
-def _parts(*names: str) -> _Cut:
-    """Every head, or the whole weight once, is these parts. The holder keeps their sizes under these names."""
+def _cut(holder: nn.Module, linear: str, param: nn.Parameter, dim: int) -> BlockSplit | None:
+    """The split by the first alternative of ``FUSED`` that fits."""
+    kind = type(holder).__name__
+    fitting = [sizes for names, kinds, sizes in FUSED if linear in names.split("|") and re.match(kinds, kind)]
+    known = _known_sizes(holder, param, dim) if fitting else {}
+    for told in " | ".join(fitting).split(" | ") if fitting else ():
+        parts = [_product(term, known) for term in told.removesuffix(" ...").split()]
+        groups, rest = divmod(known["rows"], sum(parts)) if all(parts) else (0, 0)
+        if groups and not rest and (groups == 1 or told.endswith("...")):
+            return split_interleaved(groups, parts, dim)
+    return None
 
-    def cut(sizes: dict[str, Any], shape: tuple[int, ...]) -> BlockSplit | None:
-        parts = [sizes[name] for name in names if name in sizes]
-        return split_interleaved(shape[0] // sum(parts), parts) if len(parts) == len(names) else None
 
-    return cut
+def _known_sizes(holder: nn.Module, param: nn.Parameter, dim: int) -> dict[str, int]:
+    """The value of every name that a term may have; 0 where it is not known."""
+    rows, inputs = param.shape[-2:][dim], param.shape[-2:][1 - dim]
+    config = vars(holder).get("config") or {}
+    told = (vars(holder), config if isinstance(config, dict) else vars(config))
+    sources = [{name: size for name, size in each.items() if isinstance(size, int)} for each in told]
+    known = {**sources[1], **sources[0], "rows": rows, "in": inputs}
+    for short, names in _ALIASES.items():
+        known[short] = next((each[name] for each in sources for name in names if name in each), 0)
+    known["K"] = known["K"] or known["H"]
+    known["D"] = known["D"] or inputs // max(known["H"], 1)
+    taken = {other.shape[-2:][1 - dim] for other in holder.parameters() if other.ndim > 1 and other is not param}
+    for word, count in (("half", 2), ("third", 3)):
+        known[word] = rows // count if rows not in taken and rows / count in taken else 0
+    return known
 
 
-# Name of the linear layer -> (how the class of the module that holds the layer begins, the cut).
-_LINEARS: dict[str, tuple[tuple[str, ...], _Cut]] = {
-    "gate_up_proj": (_ANY, lambda sizes, shape: split_equal(2)(shape)),
-    "qkv": (_ANY, _thirds),
-    "Wqkv": (_ANY, _thirds),
-    "qkv_proj": (("Phi3", "Phi4"), _query_key_value_rows),
-    "query_key_value": (("GPTNeoX", "Bloom", "Persimmon", "Falcon"), _query_key_value_heads),
-    "q_proj": (("Qwen3Next", "Qwen3_5"), _parts("head_dim", "head_dim")),  # query, gate
-    # Linear attention of Qwen3-Next.
-    "in_proj_qkvz": (_ANY, _delta_net),
-    "in_proj_qkv": (_ANY, _parts("key_dim", "key_dim", "value_dim")),
-    # Latent attention of DeepSeek: [latent, shared rotary key], and for every head [key without rotation, value].
-    "kv_a_proj_with_mqa": (_ANY, _parts("kv_lora_rank", "qk_rope_head_dim")),
-    "kv_b_proj": (_ANY, _parts("qk_nope_head_dim", "v_head_dim")),
-}
+def _product(term: str, known: dict[str, int]) -> int:
+    """The value of one term; 0 if a name in it is not known."""
+    value = 1
+    for sign, name in re.findall(r"([*/]?)(\w+)", term):
+        size = int(name) if name.isdecimal() else known.get(name, 0)
+        value = value * size if sign != "/" else value // size if size else 0
+    return value

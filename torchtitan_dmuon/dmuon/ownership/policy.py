@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .classify import canonical_fqn
-from .decide import Selection
-from .spec import BlockSplit, ParamSpec
+from .spec import BlockSplit, ParamSpec, Selection, canonical_fqn
 
 logger = logging.getLogger(__name__)
 

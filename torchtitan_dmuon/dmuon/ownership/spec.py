@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 ROWS, COLUMNS = 0, 1
 AXIS_NAMES = ("rows", "columns")
+
+# Wrappers put these parts into a name; the canonical name of a parameter has none of them.
+WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def canonical_fqn(name: str) -> str:
+    """``name`` without the parts that activation checkpointing, compile and FSDP wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,24 @@ class BlockSplit:
         sizes = [len(block) for block in self.blocks]
         told = f"of {sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
         return f"{len(sizes)} blocks {told} {AXIS_NAMES[self.dim]}"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The parameters that get an owner, by canonical name, in model order.
+
+    Attributes:
+        reasons: why each parameter of the model is selected or not.
+        names: all names of each of ``params``, with wrapper prefixes; a tied one (embedding and head) has several.
+        skipped: those of ``reasons`` of which the parameter is not selected.
+        min_matrix_dim: a block with fewer rows stays with the one before it; 0 if a predicate of the user's selects.
+    """
+
+    params: dict[str, nn.Parameter]
+    reasons: dict[str, str]
+    names: dict[str, list[str]]
+    skipped: dict[str, str]
+    min_matrix_dim: int = 0
 
 
 @dataclass(frozen=True)
