@@ -433,7 +433,7 @@ def test_another_recipe_is_said_on_resume(folder):
     """Momentum goes on; what turns it into updates has changed, and the log must say so."""
     first = train(2, *tiny(folder, training__steps=2, job__dump_folder=folder / "out"))
     assert first.codes == [0, 0], first.output
-    assert "Newton-Schulz: gram, polar_express, 5 steps, restart after 2, kernel" in first.output
+    assert "Newton-Schulz: gram, polar_express, 5 steps, restart after 2, 4, kernel" in first.output
     options = {"dmuon__scale": "original", "optimizer__lr": "0.02", "dmuon__ns_coefficients": "you"}
     second = train(2, *tiny(folder, training__steps=4, job__dump_folder=folder / "out", **options))
     assert second.codes == [0, 0], second.output

@@ -172,7 +172,9 @@ class NewtonSchulz:
         return len(self.coefficients)
 
     def __str__(self) -> str:
-        restarts = f", restart after {', '.join(map(str, self.restarts))}" if self.backend == "gram" else ""
+        segments = self._segments[self.compute_dtype(default_device())]
+        at = ", ".join(map(str, itertools.accumulate(map(len, segments[:-1]))))
+        restarts = f", restart after {at}" if self.backend == "gram" else ""
         return f"{self.backend}, {self.name}, {self.steps} steps{restarts}, kernel {self.kernel}"
 
     @staticmethod
