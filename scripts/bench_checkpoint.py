@@ -181,6 +181,8 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    import environment  # noqa: F401
+
     if sys.argv[1:2] == ["worker"]:
         sys.exit(worker(sys.argv[2], sys.argv[3:]))
     sys.exit(main(sys.argv[1:]))

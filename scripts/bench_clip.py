@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+import environment  # noqa: F401
 import torch
 from bench_common import describe, table, time_ms
 

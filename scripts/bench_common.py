@@ -6,18 +6,14 @@ import itertools
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import environment  # noqa: F401
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # the scripts run from any folder, without an installed package
-
-from dmuon import COEFFICIENTS  # noqa: E402
+from dmuon import COEFFICIENTS
 
 POLAR_EXPRESS = COEFFICIENTS["polar_express"].steps
 

@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import environment  # noqa: F401
 import torch
 from bench_common import (
     POLAR_EXPRESS,

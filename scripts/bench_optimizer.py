@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 
+import environment  # noqa: F401
 import torch
 from bench_common import describe, peak_bytes, reason, synchronize, table, write_json
 from torch import nn

@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable
 
+import environment  # noqa: F401
 import torch
 from bench_common import describe, peak_bytes, synchronize, table, time_ms, write_json
 from bench_optimizer import MODELS

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import environment  # noqa: F401
 import torch
 import torch.distributed as dist
 from bench_common import describe, direct_bf16, reason, synchronize, table, write_json

@@ -5,7 +5,7 @@
 
 Every variant is one run of train.py with the same data, seed and schedule. Arguments that are not listed above go to
 every run. AdamW takes the learning rate that is best for it on this model (see train_configs/debug_model.toml), Muon's
-variants all take the config's. The plot needs matplotlib.
+variants all take the config's. Without matplotlib there is no plot.
 """
 
 from __future__ import annotations
@@ -115,10 +115,6 @@ def main(argv: list[str]) -> int:
     names = options.only.split(",") if options.only else list(VARIANTS)
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        parser.error("the plot needs matplotlib: pip install matplotlib")
     options.out.mkdir(parents=True, exist_ok=True)
     common = ["--job.config_file", "train_configs/debug_model.toml", "--checkpoint.enable", "false"]
     common += ["--training.steps", str(options.steps), "--metrics.log_freq", "1"]
@@ -129,10 +125,16 @@ def main(argv: list[str]) -> int:
         print(f"{name}: {results[name].mean_of_last():.4f} after {results[name].seconds:.0f} s", flush=True)
     text = table(results)
     (options.out / "table.md").write_text(text + "\n")
-    plot(results, options.out / "loss.png")
-    print(f"\n{text}\n\nwritten: {options.out / 'table.md'} and {options.out / 'loss.png'}")
+    print(f"\n{text}\n\nwritten: {options.out / 'table.md'}")
+    try:
+        plot(results, options.out / "loss.png")
+        print(f"written: {options.out / 'loss.png'}")
+    except ImportError:
+        print("no plot: it needs the package matplotlib (extra plot): pip install matplotlib")
     return 0
 
 
 if __name__ == "__main__":
+    import environment  # noqa: F401
+
     sys.exit(main(sys.argv[1:]))

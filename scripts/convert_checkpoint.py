@@ -13,9 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import environment  # noqa: F401
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models import get_model_spec, model_names
 from torchtitan_dmuon.checkpoint.directory import (

@@ -16,11 +16,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import environment  # noqa: F401
 import numpy as np
 from tqdm import tqdm
-
-# A script finds its own folder on sys.path, not the repository.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_dmuon.data import DataError, ShardWriter, Tokenizer, build_tokenizer
 from torchtitan_dmuon.data.corpus import find_files, read_jsonl, read_text
@@ -38,9 +36,7 @@ def read_parquet(file: Path, text_key: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError(
-            "reading Parquet needs the package 'pyarrow': pip install torchtitan_dmuon[parquet]"
-        ) from error
+        raise ImportError("reading Parquet needs the package pyarrow (extra parquet): pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             if text_key not in table.schema_arrow.names:

@@ -136,15 +136,16 @@ def _check_packages(config: JobConfig) -> None:
     """Optional packages are imported when they are used, some of them only after the last step."""
     checkpoint = config.checkpoint
     needed = {
-        "checkpoint.last_save_in_hf": (checkpoint.last_save_in_hf, "safetensors"),
-        "checkpoint.initial_load_in_hf": (checkpoint.initial_load_in_hf, "safetensors"),
-        "metrics.enable_tensorboard": (config.metrics.enable_tensorboard, "tensorboard"),
-        "metrics.enable_wandb": (config.metrics.enable_wandb, "wandb"),
+        "checkpoint.last_save_in_hf": (checkpoint.last_save_in_hf, "safetensors", "hf"),
+        "checkpoint.initial_load_in_hf": (checkpoint.initial_load_in_hf, "safetensors", "hf"),
+        "metrics.enable_tensorboard": (config.metrics.enable_tensorboard, "tensorboard", "train"),
+        "metrics.enable_wandb": (config.metrics.enable_wandb, "wandb", "wandb"),
     }
     missing = Problems()
-    for key, (wanted, package) in needed.items():
+    for key, (wanted, package, extra) in needed.items():
         if wanted and importlib.util.find_spec(package) is None:
-            missing.add(ConfigError(key, None, f"needs the package {package}: pip install {package}"))
+            problem = f"needs the package {package} (extra {extra}): pip install {package}"
+            missing.add(ConfigError(key, None, problem))
     missing.raise_if_any()
 
 

@@ -43,6 +43,19 @@ def test_every_variant_is_a_config(name):
     load_config(compare.VARIANTS[name])
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_without_matplotlib_there_is_a_table_and_no_plot(tmp_path, monkeypatch, capsys, installed):
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    elif importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    monkeypatch.setattr(compare, "run", lambda *_: compare.Result({1: 4.0}))
+    assert compare.main(["--only", "kj", "--out", str(tmp_path)]) == 0
+    assert "| kj | 4.0000 |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "loss.png").exists() == installed
+    assert ("needs the package matplotlib (extra plot): pip install matplotlib" in capsys.readouterr().out) != installed
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_one_variant_for_three_steps(tmp_path):

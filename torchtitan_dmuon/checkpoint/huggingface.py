@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan_dmuon.checkpoint.directory import sync_folder, write_durably
 from torchtitan_dmuon.families import HFNameMap
 
+_NEEDS = "needs the package safetensors (extra hf): pip install safetensors"
 _MAX_SHARD_BYTES = 5 << 30  # as transformers does
 
 
@@ -46,7 +47,7 @@ def write_huggingface(
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise ImportError("writing HuggingFace files needs the package safetensors: pip install safetensors") from None
+        raise ImportError(f"writing HuggingFace files {_NEEDS}") from None
     metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     stored = {
         name: entry
@@ -117,7 +118,7 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ImportError("reading HuggingFace files needs the package safetensors: pip install safetensors") from None
+        raise ImportError(f"reading HuggingFace files {_NEEDS}") from None
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no *.safetensors files")

@@ -124,7 +124,7 @@ def load_huggingface(path: Path, contents: Contents, group: dist.ProcessGroup) -
             if stores_head and ("output.weight" not in names or is_tied(path)):
                 check_tied_head(path, contents.hf_names, dist.get_rank(), dist.get_world_size())
     except ImportError:
-        problem = "reading it needs the package safetensors: pip install safetensors"
+        problem = "reading it needs the package safetensors (extra hf): pip install safetensors"
     except Exception as error:  # safetensors raises errors of its own for files that are cut off
         problem = str(error)
     if problem := first_problem(problem, group):

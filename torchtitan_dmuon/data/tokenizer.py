@@ -85,7 +85,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise ImportError(
-                f"reading the tokenizer {path} needs the package 'tokenizers': pip install tokenizers"
+                f"reading the tokenizer {path} needs the package tokenizers (extra hf): pip install tokenizers"
             ) from error
         given = Path(path).expanduser()
         if not given.exists():
