@@ -1,6 +1,8 @@
 """The figures of a log line."""
 
+import io
 import re
+import sys
 
 import pytest
 import torch
@@ -54,18 +56,27 @@ def test_log_line(caplog, monkeypatch, degree, rate):
     assert line == f"step: 11/30  loss: 1.0000  {same}  elapsed: 0:32  ETA: 0:57  data: 20.0%  optimizer: 500.0 ms"
 
 
-def test_bar(capsys):
-    """Where stderr is no terminal: a line with each log line."""
-    facts = RunFacts(0, 1, torch.device("cpu"), 5, 20, 1)
-    run = MetricsLogger(Metrics(enable_progress_bar=True), facts)
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bar(caplog, monkeypatch, terminal, rank):
+    """On a terminal below the log lines, else in them; of rank 0."""
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    caplog.set_level("INFO", logger="torchtitan_dmuon")
+    run = MetricsLogger(
+        Metrics(enable_progress_bar=True, peak_tflops=1.0), RunFacts(rank, 2, torch.device("cpu"), 5, 20, 1)
+    )
     with run.progress.running():
         for step in range(6, 11):
             run.count_step(1)
             if step == 10:
                 run.log(step, 0, 1.25, 1.0, [1e-3])
-    shown = capsys.readouterr().err
-    assert "5/20" in shown and "10/20" in shown and "7/20" not in shown and "loss: 1.2500" in shown
-    idle = RunFacts(1, 2, torch.device("cpu"), 5, 20, 1)  # another rank
-    with MetricsLogger(Metrics(enable_progress_bar=True), idle).progress.running():
-        pass
-    assert capsys.readouterr().err == ""
+    (line,) = caplog.messages
+    shown = stream.getvalue()
+    assert ("10/20" in shown and "loss: 1.2500" in shown) == (terminal and rank == 0)
+    assert line.startswith(" 50%|██████████          |  step: 10/20") == (not terminal and rank == 0)

@@ -59,11 +59,11 @@ class HangWatch:
     Args:
         place: of this rank.
         rank, world_size: of this process.
-        timeout: seconds after which a collective fails; may be changed.
+        timeout: seconds after which a collective fails.
     """
 
     def __init__(self, place: Place, rank: int, world_size: int, timeout: float) -> None:
-        self.timeout = timeout
+        self._timeout = timeout
         self._place = place
         self._rank, self._world_size = rank, world_size
         self._told: tuple[int, str] | None = None  # step, and who is behind
@@ -82,10 +82,15 @@ class HangWatch:
         if isinstance(error, RuntimeError) and self._told is not None and self._told[0] == self._place.step:
             logger.error("error: %s", self._told[1])
 
+    def set_timeout(self, seconds: float) -> None:
+        """Another timeout of collectives, for what begins now."""
+        self._place.pause(False)
+        self._timeout = seconds
+
     def _watch(self) -> None:
-        while not self._ended.wait(min(1.0, self.timeout / 10)):
+        while not self._ended.wait(min(1.0, self._timeout / 10)):
             step = self._place.step
-            if self._place.seconds > _SUSPECT * self.timeout and (self._told is None or self._told[0] != step):
+            if self._place.seconds > _SUSPECT * self._timeout and (self._told is None or self._told[0] != step):
                 took = self._place.seconds
                 try:
                     behind = describe(self._ask(), self._world_size)
@@ -96,7 +101,7 @@ class HangWatch:
 
     def _ask(self) -> dict[int, tuple[int, int, str]]:
         """Tell the others where this rank is. Returns (step, parts before, part) of each rank that answers."""
-        place, seconds = self._place, _ANSWER * self.timeout
+        place, seconds = self._place, _ANSWER * self._timeout
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore(
             f"hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",

@@ -144,7 +144,8 @@ class MetricsLogger:
         figures |= {f"memory/{name}": value for name, value in used.figures().items()}
         if self._routes is not None:
             figures |= self._routes.take()
-        parts = [f"step: {step}/{facts.steps}", f"loss: {loss:.4f}", f"grad_norm: {grad_norm:.4f}"]
+        parts = self.progress.show(step, loss)
+        parts += [f"step: {step}/{facts.steps}", f"loss: {loss:.4f}", f"grad_norm: {grad_norm:.4f}"]
         parts += [f"lr: {lrs[facts.shown_group]:.3e}", f"tokens/s: {figures['throughput/tokens_per_second']:,.0f}"]
         if self._peak is not None:
             parts.append(f"MFU: {figures['throughput/mfu']:.1%}")
@@ -157,7 +158,6 @@ class MetricsLogger:
         if skipped:
             parts.append(f"skipped: {skipped}")
         logger.info("  ".join(parts))
-        self.progress.show(f"loss: {loss:.4f}")
         self.write(step, tokens, figures)
         self.begin_window()
 

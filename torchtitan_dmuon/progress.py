@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ class Progress:
     """Counts steps ``first`` + 1 to ``steps``.
 
     Args:
-        bar: show a bar on stderr. Log lines appear above it.
+        bar: show a bar: below the log lines where stderr is a terminal, else in each of them.
     """
 
     def __init__(self, first: int, steps: int, bar: bool) -> None:
@@ -26,10 +25,9 @@ class Progress:
         self._begin = time.monotonic()
         self._measured: tuple[int, float] | None = None  # a step, and the time at its log line
         self._bar = None
-        if bar:
-            # Elsewhere each refresh is a line of its own: one with each log line.
-            interval = 1.0 if sys.stderr.isatty() else math.inf
-            self._bar = tqdm(total=steps, initial=first, unit="step", mininterval=interval, file=sys.stderr)
+        self._in_lines = bar and not sys.stderr.isatty()
+        if bar and not self._in_lines:
+            self._bar = tqdm(total=steps, initial=first, unit="step", mininterval=1.0, file=sys.stderr)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -56,10 +54,12 @@ class Progress:
         since, moment = self._measured
         return f"{text}  ETA: {_duration((now - moment) / (step - since) * (self._steps - step))}"
 
-    def show(self, text: str) -> None:
-        """``text`` beside the bar."""
+    def show(self, step: int, loss: float) -> list[str]:
+        """Show ``loss`` beside the bar below the log lines. Returns what a log line begins with."""
         if self._bar is not None:
-            self._bar.set_postfix_str(text)
+            self._bar.set_postfix_str(f"loss: {loss:.4f}")
+        shape = "{percentage:3.0f}%|{bar:20}|"
+        return [tqdm.format_meter(step, self._steps, 0, bar_format=shape)] if self._in_lines else []
 
 
 def _duration(seconds: float) -> str:

@@ -283,7 +283,7 @@ class Trainer:
         )
 
     def _set_timeouts(self, timeout: timedelta) -> None:
-        self.hang_watch.timeout = timeout.total_seconds()
+        self.hang_watch.set_timeout(timeout.total_seconds())
         for group in {dist.group.WORLD, *self.meshes.groups}:
             dmuon.set_group_timeout(group, self.device, timeout)
         if self.uses_muon:

@@ -40,6 +40,8 @@ class TensorBoard:
             self._by_step.add_scalar(tag, value, step)
             if tag.endswith("/loss"):
                 self._by_tokens.add_scalar(tag, value, tokens)
+        for file in (self._by_step, self._by_tokens):  # a process that is killed writes nothing more
+            file.flush()
 
     def close(self) -> None:
         self._by_step.close()

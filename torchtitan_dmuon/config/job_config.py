@@ -52,7 +52,7 @@ class Metrics:
         None, "peak dense bf16 TFLOP/s of one device, for MFU; none looks the device up by its name", above=0
     )
     enable_progress_bar: bool = key(
-        False, "show a bar below the log lines; where stderr is no terminal, once with each log line"
+        False, "show a bar below the log lines, or in each of them where stderr is no terminal"
     )
 
 
