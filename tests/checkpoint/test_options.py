@@ -191,7 +191,7 @@ def test_seed_checkpoint_and_load_only(tmp_path):
             "checkpoint.initial_load_model_only (command line): found False, expected checkpoint.enable = true with it",
         ),
         ({"async_mode": "Async"}, "checkpoint.async_mode (command line): found 'Async', expected one of 'disabled'"),
-        ({"enable_ft_dataloader_checkpoints": True}, "this TorchTitan feature does not exist"),
+        ({"initial_load_in_hf_quantized": True}, "this TorchTitan feature does not exist"),
     ],
 )
 def test_keys_that_do_not_go_together(tmp_path, overrides, message):

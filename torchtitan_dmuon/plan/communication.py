@@ -7,6 +7,7 @@ from typing import Any
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.dmuon.extras.reports import transfers
 from torchtitan_dmuon.dmuon.transport.lane import LANES
+from torchtitan_dmuon.parallel.parallelize import reshards_matrices
 from torchtitan_dmuon.plan.layout import Layout
 
 
@@ -26,7 +27,7 @@ def plan_communication(layout: Layout, config: JobConfig, micro_batches: int, sl
             times = 1
             if lane == "reduce":
                 times = micro_batches
-            elif lane == "unshard" and config.dmuon.reshard_after_forward:
+            elif lane == "unshard" and reshards_matrices(config):
                 times = micro_batches if stays else 2 * micro_batches
             plan[lane]["collectives"] += times
             plan[lane]["payload_bytes"] += times * payload

@@ -18,7 +18,7 @@ from torchtitan_dmuon.dmuon.optimizer.stack import BATCH_BYTES
 from torchtitan_dmuon.dmuon.runtime.pack import Pack
 from torchtitan_dmuon.dmuon.runtime.param import Piece
 from torchtitan_dmuon.dmuon.runtime.schedule import MAX_REDUCTIONS_IN_FLIGHT
-from torchtitan_dmuon.parallel.parallelize import DTYPES
+from torchtitan_dmuon.parallel.parallelize import DTYPES, reshards_matrices
 from torchtitan_dmuon.plan.activations import Activations
 from torchtitan_dmuon.plan.layout import Layout, local_elements
 
@@ -124,7 +124,7 @@ def _dedicated_flow(
     weights = [pack.weights.size for pack in cyclic]
     ahead = 1 + config.dmuon.prefetch
     unsharded = (sum(weights[-1:]), sum(weights[-ahead:]), sum(weights[:ahead]))
-    if not config.dmuon.reshard_after_forward:
+    if not reshards_matrices(config):
         unsharded = (sum(weights),) * 3
     if shards == 1:  # the sources themselves are what forward reads
         pinned, unsharded = 0, (0, 0, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.parallel import ParallelDims
+from torchtitan_dmuon.parallel.parallelize import reshards_matrices
 
 # A ring of more ranks waits longer for its messages to go round than for the bytes in them.
 _LARGEST_SHARD_GROUP = 256
@@ -73,7 +74,7 @@ def _about_memory(facts: Facts) -> Iterator[str]:
         remedies.append("--compile.enable true")
     if config.training.local_batch_size > 1:
         remedies.append(f"--training.local_batch_size {config.training.local_batch_size // 2}")
-    if config.optimizer.name == "DMuon" and not config.dmuon.reshard_after_forward:
+    if config.optimizer.name == "DMuon" and not reshards_matrices(config):
         remedies.append("--dmuon.reshard_after_forward true")
     degree = config.parallelism.tensor_parallel_degree
     remedies.append(f"--parallelism.tensor_parallel_degree {2 * degree} on as many ranks")
