@@ -134,7 +134,7 @@ def fit_frontiers(results: Iterable[Result]) -> dict[str, Fit]:
 
 
 def write_report(out: Path) -> str:
-    """Write ``results.csv``, ``table.md`` and, with matplotlib, the pictures. Returns what a person should read."""
+    """Write the CSV, the table and, with matplotlib, the pictures. Returns what a person should read."""
     results = load_results(out)
     if not results:
         return f"no run below {out / 'runs'} has finished"
@@ -159,6 +159,8 @@ def describe(name: str, fit: Fit) -> str:
     if fit.resampled:
         (e_low, e_high), (alpha_low, alpha_high) = fit.interval("e"), fit.interval("alpha")
         text += f"; 90% intervals: E {e_low:.2f} to {e_high:.2f}, alpha {alpha_low:.3f} to {alpha_high:.3f}"
+    else:
+        text += "; no intervals: three runs on the frontier, and a law of three numbers goes through any three"
     return text
 
 
