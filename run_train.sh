@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts training: ./run_train.sh [--section.key value ...]
+# Starts training: ./run_train.sh [--section.key value ...], or with --plan tells what that run needs (docs/scaling.md)
 #
 #   CONFIG_FILE  TOML file (default ./train_configs/debug_model.toml)
 #   NGPU         processes on this node (default: its GPUs; without any, 2 on the CPU)

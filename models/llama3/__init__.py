@@ -11,11 +11,17 @@ __all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavo
 _VOCAB_SIZE = 128_256
 _MAX_SEQ_LEN = 131_072
 
-# debugmodel and 160M take the vocabulary of the run's tokenizer. 160M has 160 million parameters with a vocabulary of
-# about 50,000. The figures of 1B and 3B are Llama 3.2's; those of 8B, 70B and 405B are Llama 3.1's.
+# Those up to 400M take the vocabulary of the run's tokenizer. 160M and 400M have so many parameters with a vocabulary of
+# about 50,000. tiny64 to tiny160, named by their width, are for scaling runs on a CPU. The figures of 1B and 3B are Llama
+# 3.2's; those of 8B, 70B and 405B are Llama 3.1's.
 flavors: dict[str, Llama3Args] = {
     "debugmodel": Llama3Args(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_hidden_dim=768, max_seq_len=2048),
+    "tiny64": Llama3Args(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_hidden_dim=192, max_seq_len=2048),
+    "tiny96": Llama3Args(dim=96, n_layers=3, n_heads=3, n_kv_heads=1, ffn_hidden_dim=288, max_seq_len=2048),
+    "tiny128": Llama3Args(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_hidden_dim=384, max_seq_len=2048),
+    "tiny160": Llama3Args(dim=160, n_layers=5, n_heads=5, n_kv_heads=1, ffn_hidden_dim=480, max_seq_len=2048),
     "160M": Llama3Args(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_hidden_dim=2304),
+    "400M": Llama3Args(dim=1024, n_layers=24, n_heads=16, n_kv_heads=4, ffn_hidden_dim=3072),
     "1B": Llama3Args(
         dim=2048,
         n_layers=16,
