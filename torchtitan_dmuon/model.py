@@ -56,6 +56,6 @@ def write_ownership(model: nn.Module, folder: Path) -> None:
     table. On one rank."""
     rows = dmuon.ownership_table(model)
     (folder / "ownership.json").write_text(json.dumps([row.as_dict() for row in rows], indent=1))
-    (folder / "ownership.txt").write_text(dmuon.format_ownership_table(rows) + "\n")
+    (folder / "ownership.txt").write_text(f"{dmuon.format_ownership_table(rows)}\n\n{dmuon.format_owners(model)}\n")
     table = dmuon.format_ownership_table(rows, limit=_TABLE_ROWS_ON_CONSOLE)
     logger.info("Ownership (whole table in %s):\n%s", folder / "ownership.txt", table)

@@ -80,6 +80,51 @@ FAMILIES = {
         "model.layers",
     ),
 }
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 12}
+FAMILIES |= {
+    "llama_tied": ("LlamaConfig", "LlamaForCausalLM", {**ROTARY, "tie_word_embeddings": True}, "sdpa", "model.layers"),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**ROTARY, **LATENT, **EXPERTS, "num_key_value_heads": 4, "head_dim": 8}
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        "eager",
+        "model.layers",
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 24,
+            "d_kv": 8,
+            "d_ff": 36,
+            "num_layers": 2,
+            "num_heads": 3,
+            "dropout_rate": 0.0,
+        }
+        | {"use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0},
+        "eager",
+        "encoder.block decoder.block",
+    ),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8}
+        | {"patch_size": 4, "num_labels": 5, "initializer_range": 0.1},
+        "sdpa",
+        "vit.layers",
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**SHARED, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "state_size": 8}
+        | {"n_groups": 1, "chunk_size": 8, "tie_word_embeddings": True},
+        "eager",
+        "backbone.layers",
+    ),
+}
 # The models on which the guide's type split runs word for word; embedding and head are one parameter.
 TIED = {
     name: (
@@ -108,7 +153,7 @@ def make(family):
     config = getattr(transformers, config_class)(**arguments, attn_implementation=attention)
     torch.manual_seed(7)
     # eager experts: the others need kernels or sizes that a CPU test does not have
-    options = {"experts_implementation": "eager"} if family == "qwen3_moe" else {}
+    options = {"experts_implementation": "eager"} if family in ("qwen3_moe", "deepseek_v3") else {}
     model = getattr(transformers, model_class)._from_config(config, **options)
     with torch.no_grad():
         for param in model.parameters():
@@ -134,7 +179,21 @@ def matrices_in(name, weight):
         return weight.split([32, 16, 16])
     if "query_key_value" in name:  # [heads, (query, key, value), head_dim]
         return weight.view(3, 3, 8, weight.shape[1]).unbind(1)
+    if "kv_a_proj" in name:  # latent, rotary key
+        return weight.split([12, 8])
+    if "kv_b_proj" in name:  # [heads, (key, value), 8]
+        return weight.view(4, 2, 8, weight.shape[1]).unbind(1)
+    if "in_proj" in name:  # Mamba-2's gate, input, B, C and step sizes
+        return weight.split([48, 48, 8, 8, 6])
     return [weight]
+
+
+def inputs_of(family, step, rank):
+    tokens = tokens_of(step, rank)
+    if family == "vit":
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return {"pixel_values": torch.randn(SIZE, 3, 8, 8, generator=generator), "labels": tokens[:, 0] % 5}
+    return {"input_ids": tokens, "labels": tokens.flip(1) if family == "t5" else tokens}
 
 
 def tokens_of(step, rank):
@@ -156,8 +215,9 @@ def dedicate(family, world, **kwargs):
     names = selection(model)
     mesh = mesh_of(dp=world)
     dmuon.dedicate_params(model, mesh, predicate=lambda n, p: n in names, **kwargs)
-    for layer in model.get_submodule(FAMILIES[family][4]):
-        fully_shard(layer, mesh=mesh)
+    for path in FAMILIES[family][4].split():
+        for layer in model.get_submodule(path):
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, dmuon.Muon(model, **HYPER)
 
@@ -203,6 +263,11 @@ def check_selection(family, model):
         "phi3": 2 * 4,
         "gpt_neox": 2 * 4,
         "gemma2": 2 * 7,
+        "llama_tied": 2 * 7,
+        "deepseek_v3": (5 + 3) + (5 + 2 + 3),
+        "t5": 2 * (4 + 2) + 2 * (8 + 2),
+        "vit": 2 * 6,
+        "mamba2": 2 * 2,
     }[family]
     selected = [dp.fqn for dp in dmuon.get_dedicated_params(model)]
     assert len(selected) == expected, selected
@@ -226,13 +291,11 @@ def test_five_steps_by_the_guide_equal_one_process(rank, world, family):
     oracle_optimizer = Oracle(oracle)
     for step in range(STEPS):
         optimizer.zero_grad()
-        tokens = tokens_of(step, rank)
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**inputs_of(family, step, rank)).loss
         loss.backward()
         optimizer.step()
         for other in range(world):
-            tokens = tokens_of(step, other)
-            expected = oracle(input_ids=tokens, labels=tokens).loss
+            expected = oracle(**inputs_of(family, step, other)).loss
             (expected / world).backward()
             if other == rank:
                 torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)

@@ -13,6 +13,7 @@ from .extras.controls import (
 from .extras.qk_clip import HeadWeights, QKClip, QKClipLayer, attention_heads, latent_attention_heads
 from .extras.reports import (
     OwnershipRow,
+    format_owners,
     format_ownership_table,
     ownership_table,
     summarize_comm_plan,
@@ -54,10 +55,10 @@ __all__ = [
     "COEFFICIENTS", "Assignment", "Block", "BlockSplit", "Decision", "DedicatedParam", "GradientEntry", "HeadWeights",
     "Lane", "Muon", "NewtonSchulz", "OwnershipRow", "Piece", "QKClip", "QKClipLayer", "attention_heads",
     "canonical_fqn", "check_muon_recipe", "classify", "clip_grad_norm_", "clip_gradients_", "clip_total_grad_norm_",
-    "convert_ema_momentum", "dedicate_params", "format_ownership_table", "get_backend_status", "get_dedicated_params",
-    "get_model_shapes", "get_model_state_dict", "get_ns_backend", "get_optimizer_state_dict", "get_owned_params",
-    "ignored_params", "latent_attention_heads", "materialize", "muon_recipe", "newton_schulz", "no_sync",
-    "ownership_table", "publish_weights", "register_muon_grad_clip_strategy", "scale_gradients_",
+    "convert_ema_momentum", "dedicate_params", "format_owners", "format_ownership_table", "get_backend_status",
+    "get_dedicated_params", "get_model_shapes", "get_model_state_dict", "get_ns_backend", "get_optimizer_state_dict",
+    "get_owned_params", "ignored_params", "latent_attention_heads", "materialize", "muon_recipe", "newton_schulz",
+    "no_sync", "ownership_table", "publish_weights", "register_muon_grad_clip_strategy", "scale_gradients_",
     "set_gradient_divide_factor", "set_group_timeout", "set_model_state_dict", "set_optimizer_state_dict",
     "set_requires_all_reduce", "set_timeout", "split_equal", "split_heads", "split_interleaved", "split_sizes",
     "state_dict_from_torch", "summarize_comm_plan", "summarize_param_groups", "summon_full_params",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dmuon import OwnershipRow, format_ownership_table, ownership_table
 from tests.support.harness import build, train
 from tests.support.oracle import ToyModel
 from tests.support.pool import distributed
+from tests.support.private import runtime_of
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -122,6 +124,32 @@ def test_owners_on_every_route(rank, world, mesh):
     told = {line.split()[0]: line for line in format_ownership_table(table).splitlines()}
     assert told["lm_head.weight"].split()[2:5] == ["sharded_adamw", "4", "ranks"]
     assert told["layers.0.experts"].split()[1:4] == ["1x4x6", "muon", str(rows["layers.0.experts"].owners[0])]
+
+
+@distributed(world=2)
+def test_owners(rank, world):
+    """What each rank owns, counted from its own pieces: each expert and each block is a matrix."""
+    policy = {
+        "defaults": {"route": "adamw"},
+        "overrides": [
+            {"name": ["re:proj.weight$", "experts"], "set": {"route": "muon", "stack": True}},
+            {"name": "up_proj.weight", "set": {"blocks": dmuon.split_sizes((30, 6))}},
+            {"name": ["embed", "lm_head"], "set": {"route": "sharded_adamw"}},
+        ],
+    }
+    toy = Stacked()
+    toy.layers[0].q_proj.weight.requires_grad_(False)  # owned, not orthogonalised
+    model, _ = build(world, toy, lambda name, param: True, shard=False, param_policy=policy)
+    lines = [line.split() for line in dmuon.format_owners(model).splitlines()]
+    assert lines[0] == ["rank", "matrices", "elements", "MiB", "Newton-Schulz"]
+    muon = [p for p in dmuon.get_owned_params(model) if p.spec.route == "muon" and p.param.requires_grad]
+    matrices = sum(math.prod(p.shape[:-2]) * (2 if "up_proj" in p.fqn else 1) for p in muon)
+    elements = sum(piece.numel for piece in dmuon.get_owned_params(model))
+    told = [str(rank), str(matrices), f"{elements:,}", f"{4 * elements / 2**20:.1f}"]
+    everywhere = [None] * world
+    dist.all_gather_object(everywhere, told)
+    loads = runtime_of(model).assignment.loads
+    assert lines[1:] == [[*told, f"{load:.1%}"] for told, load in zip(everywhere, loads, strict=True)]
 
 
 def test_an_undedicated_model_has_no_table():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -64,11 +65,33 @@ def format_ownership_table(rows: list[OwnershipRow], limit: int | None = None) -
     for row in shown:
         owner = f"{len(row.owners)} ranks" if len(row.owners) > 1 else "".join(map(str, row.owners)) or "-"
         cells.append((row.name, "x".join(map(str, row.shape)), row.route, owner, row.reason))
-    widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
+    lines = _aligned(cells)
     if len(shown) < len(rows):
         lines.insert(len(lines) - tail, f"... {len(rows) - len(shown)} more")
     return "\n".join(lines)
+
+
+def format_owners(model: nn.Module) -> str:
+    """A text table of what each rank owns: the matrices that its Newton-Schulz sees (experts and blocks one by one),
+    elements, MiB of master weights, share of the FLOPs of all Newton-Schulz."""
+    runtime = runtime_of(model)
+    matrices, elements, size = Counter(), Counter(), Counter()
+    for piece in (piece for dp in runtime.params for piece in dp.pieces):
+        elements[piece.owner] += piece.numel
+        size[piece.owner] += piece.numel * piece.spec.master_dtype.itemsize
+        if _route(piece.dp) == "muon":
+            blocks = len(piece.spec.blocks.blocks) if piece.spec.blocks else 1
+            matrices[piece.owner] += blocks * math.prod(piece.shape[:-2])
+    cells = [("rank", "matrices", "elements", "MiB", "Newton-Schulz")]
+    for slot, flops in enumerate(runtime.assignment.flops):
+        own = f"{matrices[slot]:,}", f"{elements[slot]:,}", f"{size[slot] / 2**20:.1f}"
+        cells.append((str(runtime.grid.ranks[slot]), *own, f"{flops / (sum(runtime.assignment.flops) or 1):.1%}"))
+    return "\n".join(_aligned(cells))
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() for cell in cells]
 
 
 def _route(dp: DedicatedParam) -> str:

@@ -29,8 +29,8 @@ FUSED = (
     ("linear_qkv", "", "H/K*D D D ..."),  # Megatron
     ("qkv_proj", "CodeGen", "rows/12 rows/12 rows/12 ..."),  # query, value, key in each of 4 parts
     ("c_attn", "GPTBigCode", "H*D D D | D D D ..."),
-    ("c_attn", "", "H*D K*D K*D | third third third | in in in | in in"),  # the last: key, value of cross-attention
-    ("qkv|Wqkv|wqkv|to_qkv|qkv_proj|att_proj", "", "H*D K*D K*D | third third third | in in in"),
+    ("qkv|Wqkv|wqkv|to_qkv|qkv_proj|att_proj|c_attn", "", "H*D K*D K*D | third third third | in in in"),
+    ("c_attn", "", "in in"),  # key and value of cross-attention
     ("kv_proj", "JetMoe", "rows/2 rows/2"),
     ("q_proj", "Qwen3Next|Qwen3_5", "D D ..."),  # query, gate
     # Latent attention: [latent, shared rotary key], and for every head [key without rotation, value].
