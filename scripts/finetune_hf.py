@@ -1,7 +1,7 @@
 """Trains a causal language model of any local HuggingFace folder on text files, with DMuon's default predicate.
 
     torchrun --nproc-per-node 8 scripts/finetune_hf.py FOLDER OUT --data 'corpus/*.txt' [--steps 100] [--lr 2e-4]
-    python scripts/finetune_hf.py ...      # one rank
+    python3 scripts/finetune_hf.py ...     # one rank
 
 FOLDER holds config.json, the weights as safetensors and a tokenizer; OUT gets the same, with the trained weights, and
 ``from_pretrained(OUT)`` loads it. The texts are one stream of tokens; its last windows are held out, and their loss is
@@ -14,26 +14,22 @@ import argparse
 import glob
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import environment  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # the script runs from any folder, without an installed package
-
-import dmuon  # noqa: E402
+import dmuon
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 except ImportError:
-    raise SystemExit("scripts/finetune_hf.py needs transformers: pip install transformers") from None
+    raise SystemExit("scripts/finetune_hf.py needs transformers (extra hf): pip install transformers") from None
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -41,7 +41,7 @@ ALLOWED_PRIVATE = {
 MAX_DEPTH = 8  # imports, one below the other
 MAX_FILE, MAX_TRITON_FILE, MAX_BODY = 400, 450, 60
 # The package is to come down to 6,300 lines; until then it may only shrink.
-MAX_PACKAGE, MAX_WAY = 7245, 2300
+MAX_PACKAGE, MAX_WAY = 7242, 2300
 
 
 @functools.cache

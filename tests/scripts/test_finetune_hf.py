@@ -57,11 +57,13 @@ def test_a_folder_is_trained_and_loads_again(tmp_path, kind, world):
     assert {n: p.shape for n, p in changed.items()} == {n: p.shape for n, p in start.named_parameters()}
     assert all(not torch.equal(changed[n], p) for n, p in start.named_parameters() if p.ndim > 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    tokens = torch.tensor([tokenizer(" ".join(f"w{index}" for index in range(20)))["input_ids"]])
-    with torch.no_grad():
-        loss = trained(input_ids=tokens, labels=tokens).loss.item()
-        assert loss < start(input_ids=tokens, labels=tokens).loss.item() - 1
-    assert abs(loss - after) < 1.0  # what the folder computes is what was trained
+    tokens = [
+        token for path in sorted(tmp_path.glob("*.txt")) for token in [*tokenizer(path.read_text())["input_ids"], 1]
+    ]
+    held_out = torch.tensor(tokens[: len(tokens) // 24 * 24]).view(-1, 24)[-4:]
+    with torch.no_grad():  # what was measured at the end is what the folder computes
+        loss = trained.float().eval()(input_ids=held_out, labels=held_out).loss.item()
+    assert abs(loss - after) < (0.02 if kind == "llama" else 2e-4), (loss, after)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_loaded(tmp_path):

@@ -76,13 +76,8 @@ def is_matrix(module: nn.Module, leaf: str, param: nn.Parameter) -> bool:
     """Whether ``leaf`` of ``module`` is one or several matrices that a matrix product uses."""
     if isinstance(module, nn.MultiheadAttention):
         return leaf.endswith("proj_weight")
-    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module))
+    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     return is_linear or is_expert_stack(module, param) or _flat_experts(module, param) > 0
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """transformers' ``Conv1D`` (GPT-2), a linear layer stored [in, out]; by name, since transformers is optional."""
-    return type(module).__name__ == "Conv1D"
 
 
 def is_expert_stack(module: nn.Module, param: nn.Parameter) -> bool:
@@ -116,7 +111,7 @@ def _layout(model: nn.Module, module_name: str, leaf: str, param: nn.Parameter) 
         return {"blocks": split_equal(experts)(shape), "transposed": (kind, leaf) == ("DbrxExpertGLU", "w2")}
     if is_expert_stack(module, param):  # transformers 5 marks every class of experts but Llama 4's
         layout = {"stack": True, "transposed": marks.get("is_transposed", kind == "Llama4TextExperts")}
-    elif is_conv1d(module):
+    elif kind == "Conv1D":  # GPT-2's linear layer; by name, since transformers is optional
         layout = {"transposed": True}
     dim = COLUMNS if layout.get("transposed") else ROWS
     holder, linear = holder_of(model, module_name) if leaf == "weight" else (module, leaf)
