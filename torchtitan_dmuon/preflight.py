@@ -25,6 +25,7 @@ import torch
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, complete_steps, incomplete_because
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems, read_config
+from torchtitan_dmuon.config.sources import plan_sources
 from torchtitan_dmuon.data import DataError, LoaderConfig, Tokenizer, build_tokenizer, find_files
 from torchtitan_dmuon.families import get_model_args, get_model_spec
 from torchtitan_dmuon.optimizer import build_newton_schulz, group_parameters
@@ -79,7 +80,8 @@ def examine(config: JobConfig, world_size: int, problems: Problems, only_model: 
         attempt(lambda: _check_packages(config))
         attempt(lambda: build_newton_schulz(config), *(f"dmuon.ns_{name}" for name in _NEWTON_SCHULZ))
         for section in ("training", "validation"):
-            keys = (f"{section}.dataset", f"{section}.dataset_path")
+            keys = [f"{section}.{name}" for name in ("dataset", "dataset_path")]
+            keys += ["training.sources", "training.stages"] if section == "training" else []
             attempt(lambda section=section: _check_data(config, section), *keys)
         attempt(lambda: _check_initial_checkpoint(config), *_INITIAL_KEYS)
     if dims is not None:
@@ -151,9 +153,19 @@ def _check_packages(config: JobConfig) -> None:
 
 def _check_data(config: JobConfig, section: str) -> None:
     """The files are there. Their content is read when the run starts."""
-    keys = {"training": config.training, "validation": config.validation}[section]
-    if keys.dataset_path and (section == "training" or config.validation.enable):
-        find_files(keys.dataset_path, _SUFFIXES[keys.dataset], key=f"{section}.dataset_path")
+    if section == "validation":
+        used = {"validation.dataset_path": config.validation} if config.validation.enable else {}
+    elif config.training.sources:
+        sources = plan_sources(config.training).sources
+        used = {f"training.sources, {name}.dataset_path": source for name, source in sources.items()}
+    else:
+        used = {"training.dataset_path": config.training}
+    missing = Problems()
+    for key, data in used.items():
+        if data.dataset_path:
+            with missing.collect(DataError):
+                find_files(data.dataset_path, _SUFFIXES[data.dataset], key=key)
+    missing.raise_if_any()
 
 
 def _check_initial_checkpoint(config: JobConfig) -> None:

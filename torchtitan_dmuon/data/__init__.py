@@ -4,6 +4,7 @@ from torchtitan_dmuon.data.corpus import find_files
 from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, build_dataset, sample_order
 from torchtitan_dmuon.data.errors import DataError
 from torchtitan_dmuon.data.loader import LoaderConfig, TokenLoader
+from torchtitan_dmuon.data.mixture import Mixture, Stage
 from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_shard, write_shard
 from torchtitan_dmuon.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
@@ -13,8 +14,10 @@ __all__ = [
     "DataError",
     "HuggingFaceTokenizer",
     "LoaderConfig",
+    "Mixture",
     "PackedDataset",
     "ShardWriter",
+    "Stage",
     "TokenLoader",
     "TokenStream",
     "Tokenizer",
