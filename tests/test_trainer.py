@@ -283,9 +283,10 @@ def test_ranks_with_other_data_are_told_at_start(folder):
     for rank, documents in enumerate((4, 7)):
         write_corpus(folder / f"corpus{rank}", documents)
     other = folder / "corpus%RANK%"
-    assert_refused(
-        train(2, *tiny(folder, training__dataset_path=other)), "training.dataset: ranks see between 179 and 314 samples"
-    )
+    for rank in range(2):
+        (folder / f"text{rank}.txt").write_text(f"{rank}" * 2000)
+    run = train(2, *tiny(folder, training__dataset_path=folder / "text%RANK%.txt"))
+    assert_refused(run, "training.dataset: the content differs between ranks; give every node the same files and token")
     validation = {"enable": True, "dataset": "text", "dataset_path": other, "seq_len": 32, "freq": 1}
     run = train(2, *tiny(folder, **{f"validation__{name}": value for name, value in validation.items()}))
     assert_refused(run, "validation.dataset: ranks see between 179 and 314 samples; give every node the same files")

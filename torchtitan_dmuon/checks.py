@@ -123,11 +123,19 @@ def _validation_dataset(config: JobConfig, tokenizer: Tokenizer) -> PackedDatase
 
 
 def _check_same_samples(key: str, dataset: PackedDataset) -> None:
-    """Collective. Nodes with different files would train on different orders without a word, and would validate in
+    """Collective. Nodes with different files would train on different data without a word, and would validate in
     different numbers of batches, where one rank waits for a batch that another does not have."""
-    samples = len(dataset)
-    counts = torch.tensor([samples, -samples], dtype=torch.float64)
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    most, least = int(counts[0]), int(-counts[1])
-    if most != least:
-        raise DataError(f"{key}: ranks see between {least} and {most} samples; give every node the same files")
+    content = int(dataset.fingerprint[:12], 16)  # 48 bits, exact in float64
+    mine = [len(dataset), content]
+    most, largest, least, smallest = _over_all_ranks([*mine, *(-number for number in mine)])
+    if most != -least:
+        raise DataError(f"{key}: ranks see between {-least} and {most} samples; give every node the same files")
+    if largest != -smallest:
+        raise DataError(f"{key}: the content differs between ranks; give every node the same files and tokenizer")
+
+
+def _over_all_ranks(numbers: list[int]) -> list[int]:
+    """Collective. The largest of each number."""
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [int(number) for number in largest]

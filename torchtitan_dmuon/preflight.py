@@ -104,8 +104,11 @@ def examine(config: JobConfig, world_size: int, problems: Problems, only_model: 
 def training_loader(config: JobConfig) -> LoaderConfig:
     """How ranks read the training data."""
     training = config.training
-    sizes = (training.local_batch_size, training.global_batch_size)
-    return LoaderConfig(*sizes, seed=config.debug.seed, dataloader=training.dataloader)
+    return LoaderConfig(
+        *(training.local_batch_size, training.global_batch_size, config.debug.seed),
+        accept_changed_data=training.accept_changed_data,
+        dataloader=training.dataloader,
+    )
 
 
 def written_folders(config: JobConfig) -> dict[str, Path]:

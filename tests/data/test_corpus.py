@@ -53,16 +53,16 @@ def test_jsonl(tmp_path):
 def test_bin_shards_in_name_order(tmp_path):
     for name, tokens in [("s_1.bin", [3, 4]), ("s_0.bin", [1, 2])]:
         write_shard(tmp_path / name, np.array(tokens), vocab_size=257, fingerprint="bytes-1")
-    assert tokens_of("bin", tmp_path, None)[:].tolist() == [1, 2, 3, 4]
+    assert tokens_of("bin", tmp_path, tmp_path)[:].tolist() == [1, 2, 3, 4]
 
 
 def test_bin_shards_of_another_tokenizer(tmp_path):
     write_shard(tmp_path / "a.bin", np.array([1]), vocab_size=300, fingerprint="hf-1")
     with pytest.raises(DataError, match=r"a\.bin was made for a vocabulary of 300 tokens but .* 257"):
-        tokens_of("bin", tmp_path, None)
+        tokens_of("bin", tmp_path, tmp_path)
     write_shard(tmp_path / "a.bin", np.array([1]), vocab_size=200, fingerprint="hf-1")
     with pytest.raises(DataError, match=r"a\.bin was made with the tokenizer hf-1, not bytes-1"):
-        tokens_of("bin", tmp_path, None)
+        tokens_of("bin", tmp_path, tmp_path)
 
 
 def test_stdlib_is_sorted_and_without_site_packages():

@@ -172,6 +172,9 @@ class Training:
     stages: list[dict[str, Any]] = key(
         [], "other weights from a step on, each a [[training.stages]]", item=dict, table=Stage
     )
+    accept_changed_data: bool = key(
+        False, "resume although the data are not those of the checkpoint; each source goes on at its share of an epoch"
+    )
     local_batch_size: int = key(8, "sequences of one micro-batch on one data-parallel rank", minimum=1)
     global_batch_size: int = key(
         -1,

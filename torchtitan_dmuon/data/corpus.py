@@ -5,7 +5,6 @@ host maps. `bin` corpora are tokenized already. The tokenizer's separator follow
 stream into samples.
 """
 
-import fcntl
 import glob
 import hashlib
 import json
@@ -19,7 +18,8 @@ from typing import TextIO
 import numpy as np
 
 from torchtitan_dmuon.data.errors import DataError
-from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_header
+from torchtitan_dmuon.data.scan import fingerprint_of, make_once
+from torchtitan_dmuon.data.shards import VERSION, ShardWriter, TokenStream, read_header
 from torchtitan_dmuon.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def find_documents(name: str, path: str | None, text_key: str, *, section: str =
 def _cache_file(documents: Documents, tokenizer: Tokenizer, cache_folder: Path) -> Path:
     stats = [file.stat() for file in documents.files]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(documents.names, stats, strict=True)]
-    key = json.dumps([documents.kind, tokenizer.fingerprint, tokenizer.vocab_size, files])
+    key = json.dumps([VERSION, documents.kind, tokenizer.fingerprint, tokenizer.vocab_size, files])
     digest = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).hexdigest()
     return cache_folder / f"{documents.kind.split(':')[0]}-{digest[:16]}.bin"
 
@@ -168,26 +168,19 @@ def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str 
     Raises:
         DataError: a document cannot be read, or the cache folder cannot be written or locked.
     """
-    folder = Path(cache_folder).expanduser()
-    file = _cache_file(documents, tokenizer, folder)
-    if not file.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with file.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock if this process dies
-                if not file.exists():
-                    logger.info("tokenizing %d files into %s", len(documents.files), file)
-                    _write_cache(documents, tokenizer, file)
-        except OSError as error:
-            reason = error.strerror or error
-            raise DataError(
-                f"cannot write the token cache {file.absolute()}: {reason}; make {folder.absolute()} writable, or a "
-                "symbolic link to a folder that is"
-            ) from error
-    return TokenStream([file])
+    file = _cache_file(documents, tokenizer, Path(cache_folder).expanduser())
+
+    def make() -> None:
+        logger.info("tokenizing %d files into %s", len(documents.files), file)
+        _write_cache(documents, tokenizer, file)
+
+    make_once(file, make)
+    return TokenStream([file], fingerprint_of([file], cache_folder))
 
 
-def open_shards(path: str | None, tokenizer: Tokenizer, *, section: str = "training") -> TokenStream:
+def open_shards(
+    path: str | None, tokenizer: Tokenizer, cache_folder: str | Path, *, section: str = "training"
+) -> TokenStream:
     """The tokens of the `.bin` shards at `path` (file, folder or glob), in the order of their sorted names.
 
     Raises:
@@ -209,7 +202,7 @@ def open_shards(path: str | None, tokenizer: Tokenizer, *, section: str = "train
                 f"{file} was made with the tokenizer {header.fingerprint}, not {tokenizer.fingerprint}: "
                 "use the same tokenizer or run scripts/prepare_data.py again"
             )
-    return TokenStream(files)
+    return TokenStream(files, fingerprint_of(files, cache_folder))
 
 
 def build_tokens(
@@ -227,7 +220,7 @@ def build_tokens(
         DataError: as `find_documents`, `tokenize_once` and `open_shards`, and when the corpus holds no token.
     """
     if name == "bin":
-        tokens = open_shards(path, tokenizer, section=section)
+        tokens = open_shards(path, tokenizer, cache_folder, section=section)
     else:
         documents = find_documents(name, path, text_key, section=section)
         tokens = tokenize_once(documents, tokenizer, cache_folder)

@@ -4,6 +4,7 @@ Sample i of a dataset is a fixed span of the stream. A formula, not a list, give
 `loader.py` decides which rank gets which sample.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,9 @@ class PackedDataset(Dataset):
         tokens: a `TokenStream` or 1-D integer array.
         seq_len: tokens of one sample.
 
+    Attributes:
+        fingerprint: of the content of `tokens`, whatever `seq_len` is.
+
     Raises:
         DataError: `seq_len` is not positive, or the stream is shorter than one sample.
     """
@@ -48,6 +52,10 @@ class PackedDataset(Dataset):
             )
         self.tokens = tokens
         self.seq_len = seq_len
+        if isinstance(tokens, TokenStream):
+            self.fingerprint = tokens.fingerprint
+        else:
+            self.fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len

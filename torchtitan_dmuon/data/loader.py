@@ -27,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan_dmuon.config.job_config import DataLoader
 from torchtitan_dmuon.data.dataset import PackedDataset
 from torchtitan_dmuon.data.errors import DataError
+from torchtitan_dmuon.data.identity import BEGIN_ANEW, describe, resume_sources
 from torchtitan_dmuon.data.mixture import FILLER, Mixture, Position
 
 _STATE_KEYS = ("consumed_samples", "steps", "seed", "sources", "skips")
@@ -42,6 +43,7 @@ class LoaderConfig:
             micro-batch on each rank.
         seed: of the order.
         infinite: True for epochs without end, each in an order of its own; False for one pass in natural order.
+        accept_changed_data: whether `load_state_dict` takes the state of other data.
         dataloader: the section ``[training.dataloader]``, whose keys are arguments of ``torch.utils.data.DataLoader``.
     """
 
@@ -49,6 +51,7 @@ class LoaderConfig:
     global_batch_size: int = -1
     seed: int = 0
     infinite: bool = True
+    accept_changed_data: bool = False
     dataloader: DataLoader = field(default_factory=DataLoader)
 
     def check(self, dp_size: int) -> None:
@@ -131,6 +134,7 @@ class TokenLoader:
         self._mixture = dataset if isinstance(dataset, Mixture) else Mixture({"data": dataset})
         self._seed = config.seed
         self._infinite = config.infinite
+        self._accept_changed_data = config.accept_changed_data
         self._position = self._mixture.start()
         self._micro_batches = 0  # handed out, those before a restart in steps of today's size
         self._skips: list[int] = []  # samples of each skip, all counted in `_position`
@@ -206,10 +210,10 @@ class TokenLoader:
         return {name: (samples * data.seq_len, samples / len(data)) for (name, data), samples in read}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank: samples handed out or skipped over all ranks, those of each source,
-        optimizer steps, and the seed."""
+        """The position, the same on every rank: samples handed out or skipped over all ranks, those of each source
+        beside what the source is, optimizer steps, and the seed."""
         read = zip(self._mixture.sources.items(), self._position.read, strict=True)
-        sources = {name: {"samples": samples, "dataset_samples": len(data)} for (name, data), samples in read}
+        sources = {name: describe(samples, data) for (name, data), samples in read}
         return {
             "consumed_samples": self._position.samples,
             "steps": self.steps,
@@ -222,28 +226,22 @@ class TokenLoader:
         """Go on after the samples that `state` counts, whatever ranks and batch sizes the saving run had.
 
         Raises:
-            DataError: the state is incomplete, or of other sources, another sequence length or seed.
+            DataError: the state is incomplete, of another seed, or of other data (`identity.resume_sources`).
             TypeError: the loader is finite. A finite loader always starts from the beginning.
         """
         if not self._infinite:
             raise TypeError("a finite loader has no position to restore")
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
-            raise DataError(f"the saved loader state lacks {', '.join(missing)}: it is not of this loader")
+            raise DataError(
+                f"the saved loader state lacks {', '.join(missing)}: it is not of this loader; {BEGIN_ANEW}"
+            )
         if state["seed"] != self._seed:
             raise DataError(
-                f"the checkpoint was made with the data seed {state['seed']} but this run has {self._seed}: "
-                "use the same seed, or the data order would change in the middle of an epoch"
+                f"the checkpoint was made with the data seed {state['seed']} but this run has {self._seed}: use the "
+                f"same debug.seed, or the data order would change in the middle of an epoch; or {BEGIN_ANEW}"
             )
-        saved, sources = state["sources"], self._mixture.sources
-        if saved.keys() != sources.keys():
-            raise DataError(f"the checkpoint has the sources {', '.join(saved)}, this run {', '.join(sources)}")
-        for name, data in sources.items():
-            if saved[name]["dataset_samples"] != len(data):
-                raise DataError(
-                    f"{name}: the checkpoint was made with {saved[name]['dataset_samples']} samples, now there are "
-                    f"{len(data)}: use the same data and training.seq_len"
-                )
-        self._position = Position(state["consumed_samples"], tuple(saved[name]["samples"] for name in sources))
+        read = resume_sources(state["sources"], self._mixture.sources, self._accept_changed_data)
+        self._position = Position(state["consumed_samples"], tuple(read))
         self._skips = list(state["skips"])
         self.steps = state["steps"]

@@ -1,18 +1,22 @@
 """Token shards: the `.bin` file format, its writer, and one flat stream over several of them.
 
-A shard is a 64-byte little-endian header and then the tokens:
+A shard is a 96-byte little-endian header and then the tokens:
 
     offset  0   8 bytes   magic b"DMUONTOK"
-            8   uint32    version, 1
+            8   uint32    version, 2
            12   uint32    bytes per token, 2 (uint16) or 4 (uint32)
            16   uint64    number of tokens
            24   uint64    vocabulary size, above every id
            32   32 bytes  fingerprint of the tokenizer, UTF-8, zero padded
-           64   tokens
+           64   32 bytes  SHA-256 of the tokens as they are stored
+           96   tokens
+
+Version 1 had no SHA-256; its tokens begin at offset 64.
 
 `corpus.py` and `scripts/prepare_data.py` make the tokens.
 """
 
+import hashlib
 import os
 import struct
 from bisect import bisect_right
@@ -26,25 +30,35 @@ from torchtitan_dmuon.data.errors import DataError
 from torchtitan_dmuon.data.tokenizer import token_dtype
 
 MAGIC = b"DMUONTOK"
-VERSION = 1
-_HEADER = struct.Struct("<8sIIQQ32s")
+VERSION = 2
+_HEADERS = {1: struct.Struct("<8sIIQQ32s"), 2: struct.Struct("<8sIIQQ32s32s")}
 _DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """The header of a shard, in its own terms."""
+    """The header of a shard.
+
+    Attributes:
+        dtype: of the stored tokens.
+        num_tokens: how many there are.
+        vocab_size: above every id.
+        fingerprint: of the tokenizer.
+        digest: SHA-256 of the stored tokens; None in a file that has none.
+        offset: bytes before the tokens.
+    """
 
     dtype: np.dtype
     num_tokens: int
     vocab_size: int
     fingerprint: str
+    digest: bytes | None
+    offset: int = _HEADERS[VERSION].size
 
     def pack(self) -> bytes:
-        """The 64 bytes at the head of the file."""
-        return _HEADER.pack(
-            MAGIC, VERSION, self.dtype.itemsize, self.num_tokens, self.vocab_size, self.fingerprint.encode()
-        )
+        """The bytes at the head of a file of today's version."""
+        sizes = (self.dtype.itemsize, self.num_tokens, self.vocab_size)
+        return _HEADERS[VERSION].pack(MAGIC, VERSION, *sizes, self.fingerprint.encode(), self.digest)
 
 
 def is_shard(path: str | Path) -> bool:
@@ -65,25 +79,29 @@ def read_header(path: str | Path) -> ShardHeader:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            raw = file.read(_HEADER.size)
+            raw = file.read(_HEADERS[VERSION].size)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"cannot read the token shard {path}: {error.strerror}") from error
     if raw[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path} is not a token shard: make shards with scripts/prepare_data.py")
-    if len(raw) < _HEADER.size:
+    version = int.from_bytes(raw[8:12], "little")
+    if len(raw) >= 12 and version not in _HEADERS:
+        raise DataError(f"{path} has version {version}; only versions 1 and {VERSION} are known")
+    if len(raw) < 12 or len(raw) < _HEADERS[version].size:
         raise DataError(f"{path} is truncated inside its header: make the shard again with scripts/prepare_data.py")
-    _, version, itemsize, num_tokens, vocab_size, fingerprint = _HEADER.unpack(raw)
-    if version != VERSION or itemsize not in _DTYPES:
-        raise DataError(f"{path} has version {version} with {itemsize}-byte tokens; only version {VERSION} is known")
-    expected = _HEADER.size + num_tokens * itemsize
+    _, _, itemsize, num_tokens, vocab_size, name, *digest = _HEADERS[version].unpack(raw[: _HEADERS[version].size])
+    if itemsize not in _DTYPES:
+        raise DataError(f"{path} has {itemsize}-byte tokens; only 2 and 4 bytes are known")
+    expected = _HEADERS[version].size + num_tokens * itemsize
     if size != expected:
         raise DataError(
             f"{path} is {size} bytes long but its header promises {expected} ({num_tokens} tokens): "
             "copy it again or make it again with scripts/prepare_data.py"
         )
-    name = fingerprint.rstrip(b"\0").decode("utf-8", errors="replace")
-    return ShardHeader(_DTYPES[itemsize], num_tokens, vocab_size, name)
+    fingerprint = name.rstrip(b"\0").decode("utf-8", errors="replace")
+    found = (_DTYPES[itemsize], num_tokens, vocab_size, fingerprint)
+    return ShardHeader(*found, digest[0] if digest else None, _HEADERS[version].size)
 
 
 def read_shard(path: str | Path) -> np.ndarray:
@@ -95,7 +113,7 @@ def read_shard(path: str | Path) -> np.ndarray:
     header = read_header(path)
     if header.num_tokens == 0:  # memory mapping refuses an empty region
         return np.empty(0, dtype=header.dtype)
-    return np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER.size, shape=(header.num_tokens,))
+    return np.memmap(path, dtype=header.dtype, mode="r", offset=header.offset, shape=(header.num_tokens,))
 
 
 class ShardWriter:
@@ -118,9 +136,11 @@ class ShardWriter:
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._dtype = token_dtype(vocab_size)
+        self._hash = hashlib.sha256()
 
     def _header(self) -> bytes:
-        return ShardHeader(self._dtype, self.num_tokens, self._vocab_size, self._fingerprint).pack()
+        found = (self._dtype, self.num_tokens, self._vocab_size, self._fingerprint)
+        return ShardHeader(*found, self._hash.digest()).pack()
 
     def __enter__(self) -> "ShardWriter":
         self._file = self._temporary.open("wb")
@@ -140,7 +160,9 @@ class ShardWriter:
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
             raise DataError(f"token id {bad} for {self.path} is outside the vocabulary of {self._vocab_size}")
-        self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
+        content = tokens.astype(self._dtype, copy=False).tobytes()
+        self._hash.update(content)
+        self._file.write(content)
         self.num_tokens += tokens.size
 
     def __exit__(self, exception_type, exception, traceback) -> None:
@@ -168,12 +190,17 @@ class TokenStream:
     `len(stream)` is the number of tokens and `stream[a:b]` a 1-D array. A pickled stream is its paths only: a worker
     process of the loader maps the files itself.
 
+    Args:
+        paths: the shards.
+        fingerprint: of the content of all of them; "" where nobody asks.
+
     Raises:
         DataError: see `read_header`.
     """
 
-    def __init__(self, paths: Sequence[str | Path]):
+    def __init__(self, paths: Sequence[str | Path], fingerprint: str = ""):
         self.paths = [Path(path) for path in paths]
+        self.fingerprint = fingerprint
         self._maps = [read_shard(path) for path in self.paths]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64).tolist()
 
@@ -198,4 +225,4 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
 
     def __reduce__(self):
-        return TokenStream, (self.paths,)
+        return TokenStream, (self.paths, self.fingerprint)
