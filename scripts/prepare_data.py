@@ -11,44 +11,20 @@ import multiprocessing
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import environment  # noqa: F401
 import numpy as np
 from tqdm import tqdm
 
-from torchtitan_dmuon.data import DataError, ShardWriter, Tokenizer, build_tokenizer
-from torchtitan_dmuon.data.corpus import find_files, read_jsonl, read_text
-from torchtitan_dmuon.data.shards import is_shard
+from torchtitan_dmuon.data import DataError, ShardWriter, Tokenizer, build_tokenizer, find_corpus
+from torchtitan_dmuon.data.headers import is_shard
+from torchtitan_dmuon.data.readers import SUFFIXES, Reader, reader
 
 STAGING = ".staging"
 _CHUNK_CHARACTERS = 1 << 20
-
-Reader = Callable[[Path], Iterator[str]]
-
-
-def read_parquet(file: Path, text_key: str) -> Iterator[str]:
-    """One document a row: the string in column `text_key`. Raises DataError; ImportError without pyarrow."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("reading Parquet needs the package pyarrow (extra parquet): pip install pyarrow") from error
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            if text_key not in table.schema_arrow.names:
-                names = ", ".join(table.schema_arrow.names)
-                raise DataError(f"{file} has no column {text_key!r}, only {names}: set --text-key")
-            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    if text is not None and not isinstance(text, str):
-                        raise DataError(f"{file}: column {text_key!r} does not hold text: set --text-key")
-                    yield text or ""
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{file} is not a Parquet file: {error}") from error
 
 
 def read_chunks(files: tuple[Path, ...], read: Reader, progress: tqdm) -> Iterator[list[str]]:
@@ -145,13 +121,8 @@ def prepare(arguments: argparse.Namespace) -> str:
         raise DataError(f"{output} holds {foreign[0].name}, which is no token shard: choose another --output")
     if old and not arguments.overwrite:
         raise DataError(f"{output} already holds {old[0].name}: choose another --output or add --overwrite")
-    suffix = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}[arguments.format]
-    files = find_files(arguments.input, suffix, key="--input")
-    read: Reader = {
-        "text": read_text,
-        "jsonl": partial(read_jsonl, text_key=arguments.text_key),
-        "parquet": partial(read_parquet, text_key=arguments.text_key),
-    }[arguments.format]
+    files = find_corpus(arguments.format, arguments.input, key="--input")
+    read = reader(arguments.format, arguments.text_key)
     tokenizer = build_tokenizer(arguments.tokenizer)
 
     staging = output / STAGING
@@ -192,7 +163,7 @@ def positive(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--input", required=True, metavar="GLOB", help="files, a folder or a glob (quote it)")
-    parser.add_argument("--format", required=True, choices=("text", "jsonl", "parquet"))
+    parser.add_argument("--format", required=True, choices=tuple(SUFFIXES))
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text")
     parser.add_argument("--tokenizer", default="bytes", metavar="PATH", help="tokenizer folder, or 'bytes'")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the shards")

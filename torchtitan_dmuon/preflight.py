@@ -26,7 +26,7 @@ from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, complete_steps, incomplete_because
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems, read_config
 from torchtitan_dmuon.config.sources import plan_sources
-from torchtitan_dmuon.data import DataError, LoaderConfig, Tokenizer, build_tokenizer, find_files
+from torchtitan_dmuon.data import DataError, LoaderConfig, Tokenizer, build_tokenizer, find_corpus
 from torchtitan_dmuon.families import get_model_args, get_model_spec
 from torchtitan_dmuon.optimizer import build_newton_schulz, group_parameters
 from torchtitan_dmuon.parallel import ParallelDims
@@ -38,7 +38,6 @@ _NEWTON_SCHULZ = ("backend", "coefficients", "steps", "restart_iterations", "ker
 _INITIAL_KEYS = [f"checkpoint.{name}" for name in ("enable", "folder", "create_seed_checkpoint")]
 _INITIAL_KEYS += ["checkpoint.initial_load_path", "checkpoint.initial_load_in_hf", "job.dump_folder"]
 _INITIAL_KEYS += ["model.hf_assets_path"]
-_SUFFIXES = {"text": "", "jsonl": ".jsonl", "bin": ".bin"}
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _check_data(config: JobConfig, section: str) -> None:
     for key, data in used.items():
         if data.dataset_path:
             with missing.collect(DataError):
-                find_files(data.dataset_path, _SUFFIXES[data.dataset], key=key)
+                find_corpus(data.dataset, data.dataset_path, key=key)
     missing.raise_if_any()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchtitan_dmuon.data import DataError, ShardWriter, TokenStream, read_shard, write_shard
-from torchtitan_dmuon.data.shards import read_header
+from torchtitan_dmuon.data.headers import read_header
 
 
 def shard(path, tokens, vocab_size=257):
@@ -64,7 +64,7 @@ def test_failed_writer_keeps_the_old_file(tmp_path):
         (lambda content: content + b"x", r"a\.bin is 103 bytes long but its header promises 102"),
         (lambda content: content[:40], r"a\.bin is truncated inside its header"),
         (lambda content: content[:10], r"a\.bin is truncated inside its header"),
-        (lambda content: b"", r"a\.bin is not a token shard"),
+        (lambda content: b"", r"a\.bin is empty"),
         (lambda content: b"PK" + content[2:], r"a\.bin is not a token shard"),
         (lambda content: content[:8] + b"\3" + content[9:], r"a\.bin has version 3; only versions 1 and 2"),
         (lambda content: content[:12] + b"\3" + content[13:], r"a\.bin has 3-byte tokens"),

@@ -130,7 +130,7 @@ class DataLoader:
     prefetch_factor: int | None = key(None, "batches loaded ahead by a worker; needs num_workers > 0", minimum=1)
 
 
-_DATASETS = ("stdlib", "text", "jsonl", "bin")
+_DATASETS = ("stdlib", "text", "jsonl", "parquet", "arrow", "bin", "bin_uint16", "bin_uint32")
 _PRECISIONS = ("bfloat16", "float32")
 
 
@@ -165,7 +165,7 @@ class Training:
 
     dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=_DATASETS)
     dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
-    text_key: str = key("text", "field of a jsonl record that holds the text")
+    text_key: str = key("text", "field of a jsonl record, or column of a table, that holds the text")
     sources: list[dict[str, Any]] = key(
         [], "in place of dataset: several corpora, each a [[training.sources]]", item=dict, table=Source
     )

@@ -1,6 +1,6 @@
 """Data: tokenizers, corpora, samples and the resumable loader. Re-exports only."""
 
-from torchtitan_dmuon.data.corpus import find_files
+from torchtitan_dmuon.data.corpus import find_corpus
 from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, build_dataset, sample_order
 from torchtitan_dmuon.data.errors import DataError
 from torchtitan_dmuon.data.loader import LoaderConfig, TokenLoader
@@ -23,7 +23,7 @@ __all__ = [
     "Tokenizer",
     "build_dataset",
     "build_tokenizer",
-    "find_files",
+    "find_corpus",
     "read_shard",
     "sample_order",
     "write_shard",

@@ -134,11 +134,11 @@ def build_dataset(
     *,
     section: str = "training",
 ) -> PackedDataset:
-    """The samples of a named corpus ("stdlib", "text", "jsonl" or "bin").
+    """The samples of a named corpus, one of `corpus.CORPORA`.
 
     Args:
         name, path: the keys `dataset` and `dataset_path` of the TOML section `section`, which messages name.
-        text_key: the key of the text in a JSON line; used by "jsonl" only.
+        text_key: the key of the text in a JSON line, or the column of the text in a table.
         cache_folder: folder of the cache shards of text-like corpora.
 
     Raises:

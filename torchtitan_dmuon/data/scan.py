@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from torchtitan_dmuon.data.errors import DataError
-from torchtitan_dmuon.data.shards import read_header, read_shard
+from torchtitan_dmuon.data.headers import read_header
+from torchtitan_dmuon.data.shards import read_shard
 
 logger = logging.getLogger(__name__)
 
@@ -52,29 +55,28 @@ def make_once(file: Path, make: Callable[[], None]) -> None:
         ) from error
 
 
-def scan_once(path: Path, cache_folder: str | Path) -> Scan:
+def scan_once(path: Path, cache_folder: str | Path, raw_itemsize: int | None = None) -> Scan:
     """The scan of the token file `path`, from the cache if its name, size and time are those of an earlier one.
 
     Raises:
         DataError: the file is broken, or the cache folder cannot be written.
     """
     stat = path.stat()
-    key = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+    key = json.dumps([str(path.resolve()), raw_itemsize, stat.st_size, stat.st_mtime_ns])
     digest = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).hexdigest()
     file = Path(cache_folder).expanduser() / f"scan-{digest[:16]}.json"
 
     def make() -> None:
-        logger.info("reading %s once, for its fingerprint", path)
+        logger.info("reading %s once, for its fingerprint and its largest token", path)
         temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(_scan(path)))
+        temporary.write_text(json.dumps(_scan(read_shard(path, raw_itemsize))))
         temporary.replace(file)
 
     make_once(file, make)
     return Scan(*json.loads(file.read_text()))
 
 
-def _scan(path: Path) -> Scan:
-    tokens = read_shard(path)
+def _scan(tokens: np.ndarray) -> Scan:
     content = hashlib.sha256()
     smallest, largest = 0, -1
     for start in range(0, len(tokens), _RUN):
@@ -84,7 +86,7 @@ def _scan(path: Path) -> Scan:
     return Scan(content.hexdigest(), smallest, largest)
 
 
-def fingerprint_of(paths: Sequence[Path], cache_folder: str | Path) -> str:
+def fingerprint_of(paths: Sequence[Path], cache_folder: str | Path, raw_itemsize: int | None = None) -> str:
     """16 hexadecimal digits of the content of token files, in their order; of no name, size or time of them.
 
     Raises:
@@ -92,6 +94,8 @@ def fingerprint_of(paths: Sequence[Path], cache_folder: str | Path) -> str:
     """
     content = hashlib.sha256()
     for path in paths:
-        digest = read_header(path).digest
-        content.update(bytes.fromhex(scan_once(path, cache_folder).digest) if digest is None else digest)
+        digest = read_header(path, raw_itemsize).digest
+        if digest is None:
+            digest = bytes.fromhex(scan_once(path, cache_folder, raw_itemsize).digest)
+        content.update(digest)
     return content.hexdigest()[:16]

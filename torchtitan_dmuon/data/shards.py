@@ -1,116 +1,28 @@
-"""Token shards: the `.bin` file format, its writer, and one flat stream over several of them.
-
-A shard is a 96-byte little-endian header and then the tokens:
-
-    offset  0   8 bytes   magic b"DMUONTOK"
-            8   uint32    version, 2
-           12   uint32    bytes per token, 2 (uint16) or 4 (uint32)
-           16   uint64    number of tokens
-           24   uint64    vocabulary size, above every id
-           32   32 bytes  fingerprint of the tokenizer, UTF-8, zero padded
-           64   32 bytes  SHA-256 of the tokens as they are stored
-           96   tokens
-
-Version 1 had no SHA-256; its tokens begin at offset 64.
+"""Token shards: their writer, and one flat stream over several of them. `headers.py` has the file formats.
 
 `corpus.py` and `scripts/prepare_data.py` make the tokens.
 """
 
 import hashlib
 import os
-import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from torchtitan_dmuon.data.errors import DataError
+from torchtitan_dmuon.data.headers import ShardHeader, read_header
 from torchtitan_dmuon.data.tokenizer import token_dtype
 
-MAGIC = b"DMUONTOK"
-VERSION = 2
-_HEADERS = {1: struct.Struct("<8sIIQQ32s"), 2: struct.Struct("<8sIIQQ32s32s")}
-_DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
-
-@dataclass(frozen=True)
-class ShardHeader:
-    """The header of a shard.
-
-    Attributes:
-        dtype: of the stored tokens.
-        num_tokens: how many there are.
-        vocab_size: above every id.
-        fingerprint: of the tokenizer.
-        digest: SHA-256 of the stored tokens; None in a file that has none.
-        offset: bytes before the tokens.
-    """
-
-    dtype: np.dtype
-    num_tokens: int
-    vocab_size: int
-    fingerprint: str
-    digest: bytes | None
-    offset: int = _HEADERS[VERSION].size
-
-    def pack(self) -> bytes:
-        """The bytes at the head of a file of today's version."""
-        sizes = (self.dtype.itemsize, self.num_tokens, self.vocab_size)
-        return _HEADERS[VERSION].pack(MAGIC, VERSION, *sizes, self.fingerprint.encode(), self.digest)
-
-
-def is_shard(path: str | Path) -> bool:
-    """Whether a file begins with the magic bytes of a token shard, complete or not."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def read_header(path: str | Path) -> ShardHeader:
-    """Read and check the header of the shard at `path`.
+def read_shard(path: str | Path, raw_itemsize: int | None = None) -> np.ndarray:
+    """The tokens of one token file as a read-only memory map, integers [num_tokens]; uint16 or uint32 in ours.
 
     Raises:
-        DataError: the file is missing, no shard, of another version, or not exactly as long as its header says.
+        DataError: see `read_header`, which has the arguments.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_HEADERS[VERSION].size)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"cannot read the token shard {path}: {error.strerror}") from error
-    if raw[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} is not a token shard: make shards with scripts/prepare_data.py")
-    version = int.from_bytes(raw[8:12], "little")
-    if len(raw) >= 12 and version not in _HEADERS:
-        raise DataError(f"{path} has version {version}; only versions 1 and {VERSION} are known")
-    if len(raw) < 12 or len(raw) < _HEADERS[version].size:
-        raise DataError(f"{path} is truncated inside its header: make the shard again with scripts/prepare_data.py")
-    _, _, itemsize, num_tokens, vocab_size, name, *digest = _HEADERS[version].unpack(raw[: _HEADERS[version].size])
-    if itemsize not in _DTYPES:
-        raise DataError(f"{path} has {itemsize}-byte tokens; only 2 and 4 bytes are known")
-    expected = _HEADERS[version].size + num_tokens * itemsize
-    if size != expected:
-        raise DataError(
-            f"{path} is {size} bytes long but its header promises {expected} ({num_tokens} tokens): "
-            "copy it again or make it again with scripts/prepare_data.py"
-        )
-    fingerprint = name.rstrip(b"\0").decode("utf-8", errors="replace")
-    found = (_DTYPES[itemsize], num_tokens, vocab_size, fingerprint)
-    return ShardHeader(*found, digest[0] if digest else None, _HEADERS[version].size)
-
-
-def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of one shard as a read-only memory map, uint16 or uint32 [num_tokens].
-
-    Raises:
-        DataError: see `read_header`.
-    """
-    header = read_header(path)
+    header = read_header(path, raw_itemsize)
     if header.num_tokens == 0:  # memory mapping refuses an empty region
         return np.empty(0, dtype=header.dtype)
     return np.memmap(path, dtype=header.dtype, mode="r", offset=header.offset, shape=(header.num_tokens,))
@@ -139,8 +51,13 @@ class ShardWriter:
         self._hash = hashlib.sha256()
 
     def _header(self) -> bytes:
-        found = (self._dtype, self.num_tokens, self._vocab_size, self._fingerprint)
-        return ShardHeader(*found, self._hash.digest()).pack()
+        return ShardHeader(
+            self._dtype,
+            self.num_tokens,
+            vocab_size=self._vocab_size,
+            fingerprint=self._fingerprint,
+            digest=self._hash.digest(),
+        ).pack()
 
     def __enter__(self) -> "ShardWriter":
         self._file = self._temporary.open("wb")
@@ -193,15 +110,17 @@ class TokenStream:
     Args:
         paths: the shards.
         fingerprint: of the content of all of them; "" where nobody asks.
+        raw_itemsize: as for `read_header`.
 
     Raises:
         DataError: see `read_header`.
     """
 
-    def __init__(self, paths: Sequence[str | Path], fingerprint: str = ""):
+    def __init__(self, paths: Sequence[str | Path], fingerprint: str = "", raw_itemsize: int | None = None):
         self.paths = [Path(path) for path in paths]
         self.fingerprint = fingerprint
-        self._maps = [read_shard(path) for path in self.paths]
+        self._raw_itemsize = raw_itemsize
+        self._maps = [read_shard(path, raw_itemsize) for path in self.paths]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64).tolist()
 
     def __len__(self) -> int:
@@ -225,4 +144,4 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
 
     def __reduce__(self):
-        return TokenStream, (self.paths, self.fingerprint)
+        return TokenStream, (self.paths, self.fingerprint, self._raw_itemsize)
