@@ -2,8 +2,8 @@
 
     python scripts/prepare_data.py --input 'docs/*.jsonl' --format jsonl --tokenizer assets/hf --output out
 
-The shards of one run hold one flat stream: documents in the order of the sorted file names, each followed by
-the separator. They appear in the output folder only when all of them are complete.
+The shards of one run hold one flat stream: documents in the order of the sorted file names, each between
+the tokenizer's BOS and EOS. They appear in the output folder only when all of them are complete.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import environment  # noqa: F401
 import numpy as np
 from tqdm import tqdm
 
-from torchtitan_dmuon.data import DataError, ShardWriter, Tokenizer, build_tokenizer, find_corpus
+from torchtitan_dmuon.data import DataError, ShardWriter, Tokenizer, build_tokenizer, encode_document, find_corpus
 from torchtitan_dmuon.data.headers import is_shard
 from torchtitan_dmuon.data.readers import SUFFIXES, Reader, reader
 
@@ -44,9 +44,8 @@ def read_chunks(files: tuple[Path, ...], read: Reader, progress: tqdm) -> Iterat
 
 
 def encode_chunk(texts: list[str], tokenizer: Tokenizer) -> tuple[int, np.ndarray]:
-    """The number of documents and their tokens, each document followed by the separator."""
-    parts = [np.append(tokenizer.encode(text), tokenizer.separator_id) for text in texts]
-    return len(texts), np.concatenate(parts)
+    """The number of documents and their tokens."""
+    return len(texts), np.concatenate([encode_document(tokenizer, text) for text in texts])
 
 
 _worker_tokenizer: Tokenizer

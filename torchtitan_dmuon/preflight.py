@@ -87,7 +87,7 @@ def examine(config: JobConfig, world_size: int, problems: Problems, only_model: 
         sizes = ("training.local_batch_size", "training.global_batch_size", "training.dataloader")
         attempt(lambda: training_loader(config).check(dims.dp_size), *sizes)
 
-    tokenizer = attempt(lambda: _tokenizer(config), "model.hf_assets_path")
+    tokenizer = attempt(lambda: _tokenizer(config), "model.hf_assets_path", "training.add_bos", "training.add_eos")
     model_args = attempt(lambda: _model_args(config, tokenizer), "model.name", "model.flavor")
     if model_args is not None:
         attempt(lambda: _check_vocabulary(config, model_args, tokenizer))
@@ -197,7 +197,8 @@ def _check_initial_checkpoint(config: JobConfig) -> None:
 
 def _tokenizer(config: JobConfig) -> Tokenizer:
     try:
-        return build_tokenizer(config.model.hf_assets_path)
+        training = config.training
+        return build_tokenizer(config.model.hf_assets_path, add_bos=training.add_bos, add_eos=training.add_eos)
     except (ImportError, DataError) as error:  # the message of an ImportError names the package
         raise ConfigError("model.hf_assets_path", None, str(error)) from None
 

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_dmuon.config import ConfigError, config_to_toml, load_config
-from torchtitan_dmuon.config.job_config import Source
+from torchtitan_dmuon.config.source_tables import Source
 from torchtitan_dmuon.config.sources import PlannedStage, plan_sources
 
 SOURCES = """

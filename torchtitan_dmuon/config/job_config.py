@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from torchtitan_dmuon.config.key import KeySpec, key, key_specs
+from torchtitan_dmuon.config.source_tables import DATASETS, Source, Stage
 
 
 @dataclass(frozen=True)
@@ -130,42 +131,18 @@ class DataLoader:
     prefetch_factor: int | None = key(None, "batches loaded ahead by a worker; needs num_workers > 0", minimum=1)
 
 
-_DATASETS = ("stdlib", "text", "jsonl", "parquet", "arrow", "bin", "bin_uint16", "bin_uint32")
 _PRECISIONS = ("bfloat16", "float32")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One `[[training.sources]]`: a corpus that is read in proportion to its weight. In a stage, a source with the name
-    of an earlier one stands for that source: only its weight is given anew."""
-
-    name: str | None = key(None, "name in the log and in checkpoints; none is dataset_path, or else dataset")
-    dataset: str | None = key(None, "kind of data, as training.dataset", choices=_DATASETS)
-    dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
-    text_key: str | None = key(None, "as training.text_key, which none stands for")
-    weight: float | None = key(None, "samples read of it, relative to the other weights; 0 is none", minimum=0)
-    epochs: float | None = key(
-        None, "in place of weight: passes over it in the time of as many passes over the others as they say", above=0
-    )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One `[[training.stages]]`: sources and weights that hold from a step on, until the next stage."""
-
-    first_step: int = key(None, "first optimizer step of the stage", minimum=2)
-    sources: list[dict[str, Any]] = key(
-        None, "all sources of the stage, each a [[training.stages.sources]]", item=dict, table=Source, min_items=1
-    )
 
 
 @dataclass(frozen=True)
 class Training:
     """Data, batch, length and precision of the training loop."""
 
-    dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=_DATASETS)
+    dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=DATASETS)
     dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
     text_key: str = key("text", "field of a jsonl record, or column of a table, that holds the text")
+    add_bos: bool = key(True, "begin each document with the bos_token of tokenizer_config.json, if it names one")
+    add_eos: bool = key(True, "end each document with the tokenizer's end-of-text token")
     sources: list[dict[str, Any]] = key(
         [], "in place of dataset: several corpora, each a [[training.sources]]", item=dict, table=Source
     )
@@ -308,7 +285,7 @@ class Validation:
     """Loss on held-out data."""
 
     enable: bool = key(False, "run validation")
-    dataset: str = key("stdlib", "kind of data, as training.dataset", choices=_DATASETS)
+    dataset: str = key("stdlib", "kind of data, as training.dataset", choices=DATASETS)
     dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
     local_batch_size: int = key(8, "sequences of one batch on one data-parallel rank", minimum=1)
     seq_len: int = key(2048, "tokens of one sequence", minimum=1)

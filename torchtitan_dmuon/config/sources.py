@@ -5,7 +5,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_dmuon.config.job_config import KEYS, Source, Training
+from torchtitan_dmuon.config.job_config import KEYS, Training
+from torchtitan_dmuon.config.source_tables import Source
 
 
 class SourcesError(ValueError):

@@ -6,7 +6,13 @@ from torchtitan_dmuon.data.errors import DataError
 from torchtitan_dmuon.data.loader import LoaderConfig, TokenLoader
 from torchtitan_dmuon.data.mixture import Mixture, Stage
 from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_shard, write_shard
-from torchtitan_dmuon.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from torchtitan_dmuon.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    encode_document,
+)
 
 __all__ = [
     "IGNORE_INDEX",
@@ -23,6 +29,7 @@ __all__ = [
     "Tokenizer",
     "build_dataset",
     "build_tokenizer",
+    "encode_document",
     "find_corpus",
     "read_shard",
     "sample_order",

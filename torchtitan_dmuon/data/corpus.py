@@ -1,8 +1,8 @@
 """Corpora: named sources of documents, turned into one flat token stream.
 
 One process tokenizes a text-like corpus (`stdlib`, `text`, `jsonl`, `parquet`, `arrow`) once into a cache shard, which
-every process of the host maps. `bin` corpora are tokenized already. The tokenizer's separator follows every document.
-`dataset.py` cuts the stream into samples.
+every process of the host maps. `bin` corpora are tokenized already. The tokenizer's BOS and EOS begin and end every
+document. `dataset.py` cuts the stream into samples.
 """
 
 import glob
@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from torchtitan_dmuon.data.errors import DataError
 from torchtitan_dmuon.data.headers import VERSION, read_header
 from torchtitan_dmuon.data.readers import SUFFIXES, Reader, read_source_code, reader
 from torchtitan_dmuon.data.scan import fingerprint_of, make_once, scan_once
 from torchtitan_dmuon.data.shards import ShardWriter, TokenStream
-from torchtitan_dmuon.data.tokenizer import Tokenizer
+from torchtitan_dmuon.data.tokenizer import Tokenizer, encode_document
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +126,11 @@ def _cache_file(documents: Documents, tokenizer: Tokenizer, cache_folder: Path) 
 
 
 def _write_cache(documents: Documents, tokenizer: Tokenizer, file: Path) -> None:
-    separator = np.array([tokenizer.separator_id])
     with ShardWriter(file, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint) as writer:
         for source in documents.files:
             for text in documents.read(source):
                 if text:
-                    writer.append(tokenizer.encode(text))
-                    writer.append(separator)
+                    writer.append(encode_document(tokenizer, text))
 
 
 def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str | Path) -> TokenStream:
@@ -191,7 +187,8 @@ def open_shards(
         if header.fingerprint not in ("", tokenizer.fingerprint):
             raise DataError(
                 f"{file} was made with the tokenizer {header.fingerprint}, not {tokenizer.fingerprint}: "
-                "use the same tokenizer or run scripts/prepare_data.py again"
+                "use the same tokenizer, training.add_bos (+bos) and training.add_eos (-eos), or run "
+                "scripts/prepare_data.py again"
             )
     return TokenStream(files, fingerprint_of(files, cache_folder, raw_itemsize), raw_itemsize)
 

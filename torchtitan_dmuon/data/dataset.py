@@ -29,7 +29,7 @@ class PackedDataset(Dataset):
 
     Sample i is `tokens[i * seq_len : i * seq_len + seq_len + 1]`. Its labels are its inputs moved by one, so that
     neighbouring samples share one token: with `seq_len` 4, sample 0 is tokens 0 to 4 and sample 1 is tokens 4 to 8. A
-    sample may span several documents; the separator between two documents is a token like any other.
+    sample may span several documents; BOS and EOS between two documents are tokens like any other.
 
     Args:
         tokens: a `TokenStream` or 1-D integer array.
