@@ -68,6 +68,17 @@ MATCHES_NONE = "matches no trainable parameter of the model"
             ["--training.dataset", "text", "--training.dataset_path", "no/*.txt"],
             ["training.dataset_path = 'no/*.txt': matches no file"],
         ),
+        (
+            [
+                "--training.sources",
+                "[{name = 'a', dataset = 'bin', dataset_path = 'corpus', weight = 1},"
+                " {dataset = 'text', dataset_path = 'no', weight = 1}]",
+            ],
+            [
+                "training.sources, a.dataset_path = 'corpus': folder holds no '*.bin' file",
+                "training.sources, no.dataset_path = 'no': does not exist",
+            ],
+        ),
         (["--training.global_batch_size", "7"], ["training.global_batch_size = 7 is not a multiple of"]),
         (
             ["--parallelism.data_parallel_shard_degree", "3"],

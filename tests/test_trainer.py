@@ -69,8 +69,21 @@ def test_resume_is_bitwise(folder, optimizer):
 
 
 def test_resume_on_other_numbers_of_ranks(folder):
-    """2 ranks, then 4, then 1, with one global batch: the losses of a run on 2."""
-    options = {"training__global_batch_size": 8, "lr_scheduler__total_steps": 6}
+    """2 ranks, then 4, then 1, with one global batch: the losses of a run on 2. Of three sources, of which one is read
+    less from step 4 on."""
+    files = sorted((folder / "corpus").iterdir())
+    sources = ", ".join(
+        f"{{name = 's{number}', dataset = 'text', dataset_path = '{files[number]}', weight = {number + 1}}}"
+        for number in range(3)
+    )
+    options = {
+        "training__global_batch_size": 8,
+        "lr_scheduler__total_steps": 6,
+        "training__dataset": "stdlib",
+        "training__dataset_path": "none",
+        "training__sources": f"[{sources}]",
+        "training__stages": "[{first_step = 4, sources = [{name = 's0', weight = 1}, {name = 's2', weight = 0.5}]}]",
+    }
     whole = train(2, *tiny(folder, training__steps=6, **options))
     shutil.rmtree(folder / "out")
     seen = {}
@@ -80,6 +93,7 @@ def test_resume_on_other_numbers_of_ranks(folder):
         seen |= part.steps
     for step, values in whole.steps.items():
         assert seen[step] == pytest.approx(values, abs=2e-4), step
+    assert re.findall(r"tokens read: (.*)", part.output)[-1] == re.findall(r"tokens read: (.*)", whole.output)[-1]
 
 
 MESHES = [
@@ -269,9 +283,10 @@ def test_ranks_with_other_data_are_told_at_start(folder):
     for rank, documents in enumerate((4, 7)):
         write_corpus(folder / f"corpus{rank}", documents)
     other = folder / "corpus%RANK%"
-    assert_refused(
-        train(2, *tiny(folder, training__dataset_path=other)), "training.dataset: ranks see between 179 and 314 samples"
-    )
+    for rank in range(2):
+        (folder / f"text{rank}.txt").write_text(f"{rank}" * 2000)
+    run = train(2, *tiny(folder, training__dataset_path=folder / "text%RANK%.txt"))
+    assert_refused(run, "training.dataset: the content differs between ranks; give every node the same files and token")
     validation = {"enable": True, "dataset": "text", "dataset_path": other, "seq_len": 32, "freq": 1}
     run = train(2, *tiny(folder, **{f"validation__{name}": value for name, value in validation.items()}))
     assert_refused(run, "validation.dataset: ranks see between 179 and 314 samples; give every node the same files")

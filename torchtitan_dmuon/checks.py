@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from torchtitan_dmuon.checkpoint import check_shared
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
-from torchtitan_dmuon.data import DataError, LoaderConfig, PackedDataset, Tokenizer, build_dataset
+from torchtitan_dmuon.config.sources import plan_sources
+from torchtitan_dmuon.data import DataError, LoaderConfig, Mixture, PackedDataset, Stage, Tokenizer, build_dataset
 from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.preflight import examine, training_loader, written_folders
 from torchtitan_dmuon.run_folder import claim
@@ -33,14 +35,14 @@ class Checked:
         dims: ranks of each kind of parallelism.
         folder: ``job.dump_folder``, which this process can write to.
         model_args: the flavor's, with the vocabulary and the longest sequence of this run.
-        dataset, loader: the training data and how ranks read it.
+        mixture, loader: the training data and how ranks read it.
         validation_dataset, validation_loader: the same for validation; no dataset without it.
     """
 
     dims: ParallelDims
     folder: Path
     model_args: Any
-    dataset: PackedDataset
+    mixture: Mixture
     loader: LoaderConfig
     validation_dataset: PackedDataset | None
     validation_loader: LoaderConfig
@@ -54,15 +56,15 @@ def check_alone(config: JobConfig, world_size: int) -> Checked:
     """
     examined = examine(config, world_size, Problems())
     _make_folders(config)
-    dataset = _dataset(config, "training", examined.tokenizer)
-    validation_dataset = _dataset(config, "validation", examined.tokenizer) if config.validation.enable else None
+    mixture = _mixture(config, examined.tokenizer)
+    validation_dataset = _validation_dataset(config, examined.tokenizer) if config.validation.enable else None
     loader = training_loader(config)
     validation_loader = LoaderConfig(
         config.validation.local_batch_size, infinite=False, seed=config.debug.seed, dataloader=loader.dataloader
     )
     return Checked(
         *(examined.dims, Path(config.job.dump_folder), examined.model_args),
-        *(dataset, loader, validation_dataset, validation_loader),
+        *(mixture, loader, validation_dataset, validation_loader),
     )
 
 
@@ -73,7 +75,8 @@ def check_together(config: JobConfig, checked: Checked) -> None:
         ConfigError, DataError: on every rank.
     """
     claim(config)
-    _check_same_samples("training.dataset", checked.dataset)
+    for name, dataset in checked.mixture.sources.items():
+        _check_same_samples(name, dataset)
     if folder := written_folders(config).get("checkpoint.folder"):
         check_shared(folder)
     if checked.validation_dataset is not None:
@@ -91,26 +94,48 @@ def _make_folders(config: JobConfig) -> None:
             raise ConfigError(key, None, f"cannot write to {path}: {error.strerror}") from None
 
 
-def _dataset(config: JobConfig, section: str, tokenizer: Tokenizer) -> PackedDataset:
-    """The samples of the section ``training`` or ``validation``."""
-    keys = {"training": config.training, "validation": config.validation}[section]
-    return build_dataset(
-        keys.dataset,
-        keys.dataset_path,
-        config.training.text_key,
-        tokenizer,
-        keys.seq_len,
-        _TOKEN_CACHE,
-        section=section,
-    )
+def _mixture(config: JobConfig, tokenizer: Tokenizer) -> Mixture:
+    """The training data."""
+    plan = plan_sources(config.training)
+    single = not config.training.sources
+    sources, problems = {}, Problems()
+    for name, source in plan.sources.items():
+        with problems.collect(DataError):
+            sources[name] = build_dataset(
+                *(source.dataset, source.dataset_path, source.text_key, tokenizer, config.training.seq_len),
+                _TOKEN_CACHE,
+                section="training" if single else f"training.sources, {name}",
+            )
+    problems.raise_if_any()
+    stages = []
+    for stage in plan.stages:
+        weights = {name: Fraction(weight) for name, weight in stage.weights.items()}
+        if stage.by_epochs:
+            weights = {name: weight * len(sources[name]) for name, weight in weights.items()}
+        stages.append(Stage(stage.first_step, weights))
+    return Mixture(sources, stages)
+
+
+def _validation_dataset(config: JobConfig, tokenizer: Tokenizer) -> PackedDataset:
+    keys, text_key = config.validation, config.training.text_key
+    source = (keys.dataset, keys.dataset_path, text_key, tokenizer, keys.seq_len)
+    return build_dataset(*source, _TOKEN_CACHE, section="validation")
 
 
 def _check_same_samples(key: str, dataset: PackedDataset) -> None:
-    """Collective. Nodes with different files would train on different orders without a word, and would validate in
+    """Collective. Nodes with different files would train on different data without a word, and would validate in
     different numbers of batches, where one rank waits for a batch that another does not have."""
-    samples = len(dataset)
-    counts = torch.tensor([samples, -samples], dtype=torch.float64)
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    most, least = int(counts[0]), int(-counts[1])
-    if most != least:
-        raise DataError(f"{key}: ranks see between {least} and {most} samples; give every node the same files")
+    content = int(dataset.fingerprint[:12], 16)  # 48 bits, exact in float64
+    mine = [len(dataset), content]
+    most, largest, least, smallest = _over_all_ranks([*mine, *(-number for number in mine)])
+    if most != -least:
+        raise DataError(f"{key}: ranks see between {-least} and {most} samples; give every node the same files")
+    if largest != -smallest:
+        raise DataError(f"{key}: the content differs between ranks; give every node the same files and tokenizer")
+
+
+def _over_all_ranks(numbers: list[int]) -> list[int]:
+    """Collective. The largest of each number."""
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [int(number) for number in largest]

@@ -25,7 +25,8 @@ import torch
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, complete_steps, incomplete_because
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems, read_config
-from torchtitan_dmuon.data import DataError, LoaderConfig, Tokenizer, build_tokenizer, find_files
+from torchtitan_dmuon.config.sources import plan_sources
+from torchtitan_dmuon.data import DataError, LoaderConfig, Tokenizer, build_tokenizer, find_corpus
 from torchtitan_dmuon.families import get_model_args, get_model_spec
 from torchtitan_dmuon.optimizer import build_newton_schulz, group_parameters
 from torchtitan_dmuon.parallel import ParallelDims
@@ -37,7 +38,6 @@ _NEWTON_SCHULZ = ("backend", "coefficients", "steps", "restart_iterations", "ker
 _INITIAL_KEYS = [f"checkpoint.{name}" for name in ("enable", "folder", "create_seed_checkpoint")]
 _INITIAL_KEYS += ["checkpoint.initial_load_path", "checkpoint.initial_load_in_hf", "job.dump_folder"]
 _INITIAL_KEYS += ["model.hf_assets_path"]
-_SUFFIXES = {"text": "", "jsonl": ".jsonl", "bin": ".bin"}
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,15 @@ def examine(config: JobConfig, world_size: int, problems: Problems, only_model: 
         attempt(lambda: _check_packages(config))
         attempt(lambda: build_newton_schulz(config), *(f"dmuon.ns_{name}" for name in _NEWTON_SCHULZ))
         for section in ("training", "validation"):
-            keys = (f"{section}.dataset", f"{section}.dataset_path")
+            keys = [f"{section}.{name}" for name in ("dataset", "dataset_path")]
+            keys += ["training.sources", "training.stages"] if section == "training" else []
             attempt(lambda section=section: _check_data(config, section), *keys)
         attempt(lambda: _check_initial_checkpoint(config), *_INITIAL_KEYS)
     if dims is not None:
         sizes = ("training.local_batch_size", "training.global_batch_size", "training.dataloader")
         attempt(lambda: training_loader(config).check(dims.dp_size), *sizes)
 
-    tokenizer = attempt(lambda: _tokenizer(config), "model.hf_assets_path")
+    tokenizer = attempt(lambda: _tokenizer(config), "model.hf_assets_path", "training.add_bos", "training.add_eos")
     model_args = attempt(lambda: _model_args(config, tokenizer), "model.name", "model.flavor")
     if model_args is not None:
         attempt(lambda: _check_vocabulary(config, model_args, tokenizer))
@@ -102,8 +103,11 @@ def examine(config: JobConfig, world_size: int, problems: Problems, only_model: 
 def training_loader(config: JobConfig) -> LoaderConfig:
     """How ranks read the training data."""
     training = config.training
-    sizes = (training.local_batch_size, training.global_batch_size)
-    return LoaderConfig(*sizes, seed=config.debug.seed, dataloader=training.dataloader)
+    return LoaderConfig(
+        *(training.local_batch_size, training.global_batch_size, config.debug.seed),
+        accept_changed_data=training.accept_changed_data,
+        dataloader=training.dataloader,
+    )
 
 
 def written_folders(config: JobConfig) -> dict[str, Path]:
@@ -151,9 +155,19 @@ def _check_packages(config: JobConfig) -> None:
 
 def _check_data(config: JobConfig, section: str) -> None:
     """The files are there. Their content is read when the run starts."""
-    keys = {"training": config.training, "validation": config.validation}[section]
-    if keys.dataset_path and (section == "training" or config.validation.enable):
-        find_files(keys.dataset_path, _SUFFIXES[keys.dataset], key=f"{section}.dataset_path")
+    if section == "validation":
+        used = {"validation.dataset_path": config.validation} if config.validation.enable else {}
+    elif config.training.sources:
+        sources = plan_sources(config.training).sources
+        used = {f"training.sources, {name}.dataset_path": source for name, source in sources.items()}
+    else:
+        used = {"training.dataset_path": config.training}
+    missing = Problems()
+    for key, data in used.items():
+        if data.dataset_path:
+            with missing.collect(DataError):
+                find_corpus(data.dataset, data.dataset_path, key=key)
+    missing.raise_if_any()
 
 
 def _check_initial_checkpoint(config: JobConfig) -> None:
@@ -183,7 +197,8 @@ def _check_initial_checkpoint(config: JobConfig) -> None:
 
 def _tokenizer(config: JobConfig) -> Tokenizer:
     try:
-        return build_tokenizer(config.model.hf_assets_path)
+        training = config.training
+        return build_tokenizer(config.model.hf_assets_path, add_bos=training.add_bos, add_eos=training.add_eos)
     except (ImportError, DataError) as error:  # the message of an ImportError names the package
         raise ConfigError("model.hf_assets_path", None, str(error)) from None
 

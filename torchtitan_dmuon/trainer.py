@@ -66,7 +66,7 @@ class Trainer:
         """Loaders, the model with its initial weights, loss, optimizer, and what watches over them."""
         config = self.config
         place = (self.meshes.dp_rank, checked.dims.dp_size)
-        self.loader = TokenLoader(checked.dataset, checked.loader, *place)
+        self.loader = TokenLoader(checked.mixture, checked.loader, *place)
         self.validation_loader = None
         if checked.validation_dataset is not None:
             self.validation_loader = TokenLoader(checked.validation_dataset, checked.validation_loader, *place)
@@ -103,6 +103,7 @@ class Trainer:
                 self.loader.load_state_dict(state.loader)
                 self._skip_samples(config.training.skip_samples_on_resume)
             scheduled = state.lr_scheduler.get("last_epoch", 0)
+        self.loader.steps = self.step  # the checkpoint's own, but for what was excluded from loading
         self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps, scheduled)
         self.metrics = build_metrics(
             config,
@@ -169,6 +170,7 @@ class Trainer:
             if self.metrics.is_due(self.step):
                 skipped = self._check_guard()
                 self.metrics.log(self.step, self._tokens(), loss.item(), grad_norm.item(), lrs, skipped)
+                self._log_sources()
 
             asked = self.requests.read()
             if asked.failed:
@@ -259,6 +261,15 @@ class Trainer:
         self.scheduler.step()
         self.metrics.count_step(sum(mb["input"].numel() for mb in micro_batches))
         return loss, grad_norm
+
+    def _log_sources(self) -> None:
+        """How much was read of each source, if there are several."""
+        consumed = self.loader.consumed()
+        if len(consumed) > 1:
+            read = (f"{name}: {tokens:,} ({epochs:.2f} epochs)" for name, (tokens, epochs) in consumed.items())
+            logger.info("tokens read: %s", "  ".join(read))
+            figures = {f"tokens/{name}": tokens for name, (tokens, _) in consumed.items()}
+            self.metrics.write(self.step, self._tokens(), figures)
 
     def _check_guard(self) -> int:
         """Waits for the device. Returns the number of skipped steps. Every rank has the same, so all of them stop."""

@@ -1,8 +1,11 @@
 """Sources of documents, the token cache shared by processes, and messages for corpora that are not there."""
 
+import gzip
 import json
 import multiprocessing
 import os
+import pickle
+import struct
 import sysconfig
 from pathlib import Path
 
@@ -25,7 +28,7 @@ def test_text_folder_file_and_glob(tmp_path):
     folder = tmp_path / "docs"
     (folder / "sub").mkdir(parents=True)
     (folder / "b.txt").write_text("bee")
-    (folder / "a.md").write_bytes(b"a\xffy")
+    (folder / "a.md").write_text("ay")
     (folder / "empty.txt").write_text("")
     (folder / "sub" / "c.txt").write_text("sea")
     (folder / ".hidden").write_text("no")
@@ -53,16 +56,16 @@ def test_jsonl(tmp_path):
 def test_bin_shards_in_name_order(tmp_path):
     for name, tokens in [("s_1.bin", [3, 4]), ("s_0.bin", [1, 2])]:
         write_shard(tmp_path / name, np.array(tokens), vocab_size=257, fingerprint="bytes-1")
-    assert tokens_of("bin", tmp_path, None)[:].tolist() == [1, 2, 3, 4]
+    assert tokens_of("bin", tmp_path, tmp_path)[:].tolist() == [1, 2, 3, 4]
 
 
 def test_bin_shards_of_another_tokenizer(tmp_path):
     write_shard(tmp_path / "a.bin", np.array([1]), vocab_size=300, fingerprint="hf-1")
     with pytest.raises(DataError, match=r"a\.bin was made for a vocabulary of 300 tokens but .* 257"):
-        tokens_of("bin", tmp_path, None)
+        tokens_of("bin", tmp_path, tmp_path)
     write_shard(tmp_path / "a.bin", np.array([1]), vocab_size=200, fingerprint="hf-1")
     with pytest.raises(DataError, match=r"a\.bin was made with the tokenizer hf-1, not bytes-1"):
-        tokens_of("bin", tmp_path, None)
+        tokens_of("bin", tmp_path, tmp_path)
 
 
 def test_stdlib_is_sorted_and_without_site_packages():
@@ -89,7 +92,7 @@ def test_stdlib_is_sorted_and_without_site_packages():
             r"training\.dataset_path is not set: dataset 'bin' needs shards made by scripts/prepare",
         ),
         ("stdlib", "x", r"training\.dataset_path = 'x' is not used by dataset 'stdlib'"),
-        ("c4", None, r"training\.dataset = 'c4' is unknown: choose one of stdlib, text, jsonl, bin"),
+        ("c4", None, r"training\.dataset = 'c4' is unknown: choose one of stdlib, text, jsonl, parquet, arrow, bin"),
     ],
 )
 def test_messages(tmp_path, monkeypatch, name, path, message):
@@ -117,6 +120,94 @@ def test_cache_folder_that_cannot_be_written(tmp_path):
     )
     with pytest.raises(DataError, match=message):
         tokens_of("text", tmp_path / "a.txt", tmp_path / "a.txt")
+
+
+def test_a_folder_of_several_splits_names_them(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match=rf"holds several splits; give one of {tmp_path}/test, {tmp_path}/train"):
+        tokens_of("arrow", tmp_path, tmp_path / "cache")
+
+
+def test_compressed_files_of_a_folder(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
+    (tmp_path / "c.txt").write_text("no")
+    assert tokens_of("jsonl", tmp_path, tmp_path / "cache")[:].tolist() == ids("one", "two")
+
+
+# ---- token files of others
+
+
+def llm_c(tokens, dtype="<u2", magic=20240520):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, 1, len(tokens)
+    return header.tobytes() + np.array(tokens, dtype=dtype).tobytes()
+
+
+def megatron(lengths, code):
+    """The index of documents of one sequence each."""
+    count = len(lengths)
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, count, count + 1)
+    parts = (np.array(lengths, "<i4"), np.zeros(count, "<i8"), np.arange(count + 1, dtype="<i8"))
+    return head + b"".join(part.tobytes() for part in parts)
+
+
+TOKENS = [5, 256, 7, 8, 200]
+OTHERS = [
+    ("bin", {"a.bin": llm_c(TOKENS)}),
+    ("bin", {"a.bin": llm_c(TOKENS, "<u4", 20240801)}),
+    ("bin", {"a.bin": np.array(TOKENS, "<i4").tobytes(), "a.idx": megatron([2, 3], 4)}),
+    ("bin", {"a.bin": np.array(TOKENS, "<u2").tobytes(), "a.idx": megatron([2, 3], 8)}),
+    ("bin_uint16", {"a.bin": np.array(TOKENS, "<u2").tobytes()}),
+    ("bin_uint32", {"a.bin": np.array(TOKENS, "<u4").tobytes()}),
+]
+
+
+def write_files(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(("name", "files"), OTHERS)
+def test_token_files_of_others(tmp_path, name, files):
+    write_files(tmp_path / "in", files)
+    stream = tokens_of(name, tmp_path / "in", tmp_path / "cache")
+    assert stream[:].tolist() == TOKENS and len(stream.fingerprint) == 16
+    assert pickle.loads(pickle.dumps(stream))[1:4].tolist() == TOKENS[1:4]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        ("bin", {"a.bin": llm_c([3, 257])}, "holds the token 257, outside the vocabulary of 257: use the tokenizer"),
+        (
+            *("bin", {"a.bin": np.array([-1], "<i4").tobytes(), "a.idx": megatron([1], 4)}),
+            "holds the token -1, outside the vocabulary",
+        ),
+        ("bin_uint16", {"a.bin": np.array([300], "<u2").tobytes()}, "holds the token 300, outside the vocabulary"),
+        ("bin", {"a.bin": llm_c([3, 4])[:-1]}, "is 1027 bytes long but its header promises 1028"),
+        (
+            *("bin", {"a.bin": np.array([1, 2], "<i4").tobytes(), "a.idx": megatron([1, 2], 4)}),
+            "is 8 bytes long but its header promises 12",
+        ),
+        ("bin", {"a.bin": b"", "a.idx": megatron([1], 4)[:-1]}, r"a\.idx is truncated: 61 bytes of 62"),
+        ("bin", {"a.bin": b"1234", "a.idx": b"MMIDIDX"}, r"a\.idx is not a Megatron index"),
+        ("bin", {"a.bin": b"1234", "a.idx": megatron([1], 7)}, "version 1 with tokens of type 7, not of integers"),
+        ("bin", {"a.bin": b""}, r"a\.bin is empty: make shards with"),
+        ("bin", {"a.bin": b"1234"}, r"a\.bin is not a token shard: make .* is dataset 'bin_uint16' or 'bin_uint32'"),
+        ("bin_uint16", {"a.bin": b""}, "is 0 bytes long, no number of 2-byte tokens"),
+        ("bin_uint32", {"a.bin": b"123456"}, "is 6 bytes long, no number of 4-byte tokens"),
+        ("bin_uint16", {"a.bin": llm_c([1])}, "has a header: it is dataset 'bin', not tokens alone"),
+    ],
+)
+def test_bad_token_files(tmp_path, name, files, message):
+    write_files(tmp_path / "in", files)
+    with pytest.raises(DataError, match=message) as info:
+        tokens_of(name, tmp_path / "in", tmp_path / "cache")
+    assert str(tmp_path / "in" / "a.") in str(info.value)
 
 
 def test_cache_is_reused_until_a_file_changes(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_dmuon.config.job_config import DataLoader
 from torchtitan_dmuon.data import DataError, LoaderConfig, PackedDataset, TokenLoader, sample_order
+from torchtitan_dmuon.data.identity import describe
 
 SEQ_LEN = 4
 
@@ -22,6 +23,11 @@ def make_loader(samples=11, *, dp_rank=0, dp_size=1, **settings):
     workers = {name: settings.pop(name) for name in set(settings) & {field.name for field in fields(DataLoader)}}
     config = LoaderConfig(**{"local_batch_size": 2, "seed": 3, **settings}, dataloader=DataLoader(**workers))
     return TokenLoader(make_dataset(samples), config, dp_rank, dp_size)
+
+
+def state(consumed, *, steps=0, seed=3, samples=11, skips=()):
+    sources = {"data": describe(consumed, make_dataset(samples))}
+    return {"consumed_samples": consumed, "steps": steps, "seed": seed, "sources": sources, "skips": [*skips]}
 
 
 def numbers(batch):
@@ -63,9 +69,7 @@ def test_global_order_does_not_depend_on_ranks_or_micro_batches(dp_size, local_b
     assert loaders[0].micro_batches_per_step == per_step
     # Five steps of eight samples: more than three epochs of eleven.
     assert merged(loaders, 5 * per_step) == expected(0, 40)
-    assert [loader.state_dict() for loader in loaders] == [
-        {"consumed_samples": 40, "seed": 3, "dataset_samples": 11, "skips": []}
-    ] * dp_size
+    assert [loader.state_dict() for loader in loaders] == [state(40, steps=5)] * dp_size
 
 
 def test_each_epoch_is_a_whole_permutation():
@@ -80,8 +84,8 @@ def test_each_epoch_is_a_whole_permutation():
 def test_resume_on_other_ranks_and_batch_sizes(num_workers, steps):
     loader = make_loader(local_batch_size=2, global_batch_size=8, dp_size=2, num_workers=num_workers)
     take(iter(loader), steps * loader.micro_batches_per_step)
-    state = loader.state_dict()
-    assert state["consumed_samples"] == 8 * steps
+    saved = loader.state_dict()
+    assert saved["consumed_samples"] == 8 * steps
     for dp_size, local, global_ in [(1, 4, 8), (2, 2, 8), (4, 2, 8), (3, 1, 6)]:
         resumed = [
             make_loader(
@@ -94,8 +98,8 @@ def test_resume_on_other_ranks_and_batch_sizes(num_workers, steps):
             for rank in range(dp_size)
         ]
         for other in resumed:
-            other.load_state_dict(state)
-            assert other.state_dict() == state
+            other.load_state_dict(saved)
+            assert other.state_dict() == saved
         micro_batches, stride = 3, dp_size * local
         want = expected(8 * steps, 8 * steps + micro_batches * stride)
         assert merged(resumed, micro_batches) == want
@@ -103,18 +107,18 @@ def test_resume_on_other_ranks_and_batch_sizes(num_workers, steps):
 
 def test_samples_are_skipped_once():
     """7 of them after 4, then 2 after 17. A run that is started again with the same number skips no more."""
-    loader, state = make_loader(), {"consumed_samples": 4, "seed": 3, "dataset_samples": 11}  # an older checkpoint
-    loader.load_state_dict(state)
+    loader = make_loader()
+    loader.load_state_dict(state(4, steps=2))
     assert loader.skip(7) and take(iter(loader), 3) == expected(11, 17)
     for samples, skips, first in ((7, False, 17), (2, True, 19), (2, False, 19)):
-        state = loader.state_dict()
+        saved = loader.state_dict()
         loader = make_loader()
-        loader.load_state_dict(state)
+        loader.load_state_dict(saved)
         assert loader.skip(samples) == skips
-        state = loader.state_dict()
+        saved = loader.state_dict()
         assert take(iter(loader), 1) == expected(first, first + 2)
-        loader.load_state_dict(state)
-    assert state == {"consumed_samples": 19, "seed": 3, "dataset_samples": 11, "skips": [7, 2]}
+        loader.load_state_dict(saved)
+    assert saved == state(19, steps=5, skips=[7, 2])
     assert loader.read_samples == 10
 
 
@@ -122,9 +126,9 @@ def test_resume_twice():
     loader, stream = make_loader(), []
     for _ in range(3):
         stream += take(iter(loader), 3)
-        state = loader.state_dict()
+        saved = loader.state_dict()
         loader = make_loader()
-        loader.load_state_dict(state)
+        loader.load_state_dict(saved)
     assert stream == expected(0, 18)
 
 
@@ -143,7 +147,7 @@ def test_loading_ends_the_running_iterator(num_workers):
     loader = make_loader(num_workers=num_workers, persistent_workers=num_workers > 0)
     iterator = iter(loader)
     take(iterator, 3)
-    loader.load_state_dict({"consumed_samples": 2, "seed": 3, "dataset_samples": 11})
+    loader.load_state_dict(state(2))
     with pytest.raises(RuntimeError, match="this iterator ended"):
         next(iterator)
     assert take(iter(loader), 2) == expected(2, 6)
@@ -159,17 +163,17 @@ def test_iterating_leaves_the_global_random_numbers_alone():
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("foreign", "message"),
     [
-        ({"consumed_samples": 1, "seed": 4, "dataset_samples": 11}, "data seed 4 but this run has 3"),
-        ({"consumed_samples": 1, "seed": 3, "dataset_samples": 12}, "dataset of 12 samples, this one has 11"),
-        ({"seed": 3}, "lacks consumed_samples, dataset_samples"),
+        (state(1, seed=4), "data seed 4 but this run has 3"),
+        (state(1, samples=12), r"the content of 'data' is not .* \(then 49 tokens with .*, now 45 with "),
+        ({"seed": 3}, "lacks consumed_samples, steps, sources, skips"),
     ],
 )
-def test_foreign_state_is_refused(state, message):
+def test_foreign_state_is_refused(foreign, message):
     loader = make_loader()
     with pytest.raises(DataError, match=message):
-        loader.load_state_dict(state)
+        loader.load_state_dict(foreign)
     assert loader.state_dict()["consumed_samples"] == 0
 
 

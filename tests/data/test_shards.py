@@ -1,5 +1,6 @@
 """The .bin format byte for byte, broken files, and the stream over several shards."""
 
+import hashlib
 import pickle
 import struct
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from torchtitan_dmuon.data import DataError, ShardWriter, TokenStream, read_shard, write_shard
+from torchtitan_dmuon.data.headers import read_header
 
 
 def shard(path, tokens, vocab_size=257):
@@ -16,9 +18,17 @@ def shard(path, tokens, vocab_size=257):
 
 def test_file_is_exactly_as_documented(tmp_path):
     path = shard(tmp_path / "a.bin", [1, 256])
-    header = b"DMUONTOK" + struct.pack("<IIQQ", 1, 2, 2, 257) + b"bytes-1".ljust(32, b"\0")
-    assert path.read_bytes() == header + b"\x01\x00\x00\x01"
+    header = b"DMUONTOK" + struct.pack("<IIQQ", 2, 2, 2, 257) + b"bytes-1".ljust(32, b"\0")
+    tokens = b"\x01\x00\x00\x01"
+    assert path.read_bytes() == header + hashlib.sha256(tokens).digest() + tokens
     assert [file.name for file in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_version_1_is_read(tmp_path):
+    header = b"DMUONTOK" + struct.pack("<IIQQ", 1, 2, 2, 257) + b"bytes-1".ljust(32, b"\0")
+    (tmp_path / "a.bin").write_bytes(header + b"\x01\x00\x00\x01")
+    assert read_shard(tmp_path / "a.bin").tolist() == [1, 256]
+    assert read_header(tmp_path / "a.bin").digest is None
 
 
 def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
@@ -50,13 +60,14 @@ def test_failed_writer_keeps_the_old_file(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: content[:-1], r"a\.bin is 69 bytes long but its header promises 70 \(3 tokens\)"),
-        (lambda content: content + b"x", r"a\.bin is 71 bytes long but its header promises 70"),
+        (lambda content: content[:-1], r"a\.bin is 101 bytes long but its header promises 102 \(3 tokens\)"),
+        (lambda content: content + b"x", r"a\.bin is 103 bytes long but its header promises 102"),
         (lambda content: content[:40], r"a\.bin is truncated inside its header"),
-        (lambda content: b"", r"a\.bin is not a token shard"),
+        (lambda content: content[:10], r"a\.bin is truncated inside its header"),
+        (lambda content: b"", r"a\.bin is empty"),
         (lambda content: b"PK" + content[2:], r"a\.bin is not a token shard"),
-        (lambda content: content[:8] + b"\2" + content[9:], r"a\.bin has version 2"),
-        (lambda content: content[:12] + b"\3" + content[13:], r"a\.bin has version 1 with 3-byte tokens"),
+        (lambda content: content[:8] + b"\3" + content[9:], r"a\.bin has version 3; only versions 1 and 2"),
+        (lambda content: content[:12] + b"\3" + content[13:], r"a\.bin has 3-byte tokens"),
     ],
 )
 def test_broken_files_are_named(tmp_path, damage, message):

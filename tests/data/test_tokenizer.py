@@ -1,4 +1,4 @@
-"""Tokenizers: ids, separators, fingerprints and what is said when files are missing."""
+"""Tokenizers: ids, BOS and EOS, fingerprints and what is said when files are missing."""
 
 import builtins
 import json
@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from torchtitan_dmuon.data import ByteTokenizer, DataError, HuggingFaceTokenizer, build_tokenizer
+from torchtitan_dmuon.data import ByteTokenizer, DataError, HuggingFaceTokenizer, build_tokenizer, encode_document
 
 
 def save_tokenizer(folder, eos="<|endoftext|>", config=None):
@@ -34,13 +34,13 @@ def test_bytes_round_trip():
     assert tokenizer.decode([104, 195, 169, 256, 10]) == "h\u00e9\n"
     assert tokenizer.decode([195]) == "\ufffd"
     assert tokenizer.encode("\ud800").tolist() == [63]
-    assert (tokenizer.vocab_size, tokenizer.separator_id, tokenizer.fingerprint) == (257, 256, "bytes-1")
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.fingerprint) == (257, 256, "bytes-1")
 
 
-def test_hugging_face_ids_without_truncation_or_forged_separator(tmp_path):
+def test_hugging_face_ids_without_truncation_or_forged_eos(tmp_path):
     folder = save_tokenizer(tmp_path)
     tokenizer = HuggingFaceTokenizer(folder)
-    assert (tokenizer.vocab_size, tokenizer.separator_id) == (4, 3)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (4, 3)
     assert tokenizer.encode("a b a b").tolist() == [1, 2, 1, 2]
     assert tokenizer.encode("a b a b").dtype == np.uint16
     assert 3 not in tokenizer.encode("a <|endoftext|> b").tolist()
@@ -50,14 +50,49 @@ def test_hugging_face_ids_without_truncation_or_forged_separator(tmp_path):
 
 
 @pytest.mark.parametrize("eos", ["<end>", {"content": "<end>"}])
-def test_separator_from_tokenizer_config(tmp_path, eos):
+def test_eos_from_tokenizer_config(tmp_path, eos):
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, eos="<end>", config={"eos_token": eos}))
-    assert tokenizer.separator_id == 3
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 3)
 
 
-def test_no_separator(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "keys", "ids", "ending"),
+    [
+        ({"eos_token": "<end>"}, {}, [1, 3], ""),
+        ({"eos_token": "<end>", "bos_token": "[UNK]"}, {}, [0, 1, 3], "+bos"),
+        ({"eos_token": "<end>", "bos_token": "[UNK]"}, {"add_bos": False}, [1, 3], ""),
+        ({"eos_token": "<end>", "bos_token": {"content": "<end>"}}, {}, [3, 1, 3], "+bos"),
+        ({"eos_token": "<end>", "bos_token": "[UNK]"}, {"add_eos": False}, [0, 1], "+bos-eos"),
+        ({"bos_token": "missing"}, {"add_bos": False, "add_eos": False}, [1], "-eos"),
+    ],
+)
+def test_documents_begin_and_end(tmp_path, config, keys, ids, ending):
+    tokenizer = build_tokenizer(str(save_tokenizer(tmp_path, eos="<end>", config=config)), **keys)
+    document = encode_document(tokenizer, "a")
+    assert document.tolist() == ids and document.dtype == np.uint16
+    last = tokenizer.fingerprint[len("hf-") + 16 :]
+    assert last == ending and len(tokenizer.fingerprint) <= 32
+    assert tokenizer.encode("a").tolist() == [1] and tokenizer.decode([1]) == "a"
+
+
+def test_documents_of_bytes():
+    assert encode_document(build_tokenizer(None), "a").tolist() == [97, 256]
+    without = build_tokenizer(None, add_eos=False)
+    assert encode_document(without, "a").tolist() == [97]
+    assert (without.fingerprint, without.vocab_size) == ("bytes-1-eos", 257)
+
+
+def test_a_bos_that_is_not_there(tmp_path):
+    folder = save_tokenizer(tmp_path, eos="<end>", config={"bos_token": "<s>", "eos_token": "<end>"})
+    with pytest.raises(
+        DataError, match=r"tried <s>\): name one in tokenizer_config.json as bos_token or eos_token, or"
+    ):
+        HuggingFaceTokenizer(folder)
+
+
+def test_no_eos(tmp_path):
     folder = save_tokenizer(tmp_path, eos="<end>")
-    with pytest.raises(DataError, match=r"has no document separator .* name one as eos_token in tokenizer_conf"):
+    with pytest.raises(DataError, match=r"has no token that begins or ends a document .* name one in tokenizer_conf"):
         HuggingFaceTokenizer(folder)
 
 

@@ -1,6 +1,7 @@
 """scripts/prepare_data.py through its command line, and its shards read back by the training loader."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ def run(folder, *arguments):
 
 def stored(folder):
     """The tokens of each shard, by name."""
-    return {path.name: read_shard(path).tolist() for path in sorted(folder.iterdir())}
+    return {path.name: read_shard(path).tolist() for path in sorted(folder.glob("*.bin"))}
 
 
 def write_input(folder, kind):
@@ -112,7 +113,7 @@ def test_existing_shards_are_kept_unless_told(tmp_path):
     refused = run(tmp_path, *arguments)
     assert refused.returncode == 1
     assert refused.stderr == (
-        f"error: {output} already holds shard_00000.bin: choose another --output or add --overwrite\n"
+        f"error: {output} already holds shard_00000.bin: choose another --output or add --append or --overwrite\n"
     )
     assert stored(output) == before
     assert run(tmp_path, *arguments, "--overwrite").returncode == 0
@@ -153,3 +154,58 @@ def test_missing_input_is_one_line(tmp_path):
     assert done.stderr.startswith("error: --input = 'none/*.txt': matches no file")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_ended_early_goes_on(tmp_path):
+    """After the last complete shard, which ends within a chunk of documents and within a document."""
+    source = tmp_path / "in.jsonl"
+    texts = [f"{number} " * 60_000 for number in range(30)]
+    good = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    arguments = ["--input", source, "--format", "jsonl", "--shard-tokens", 700_001, "--num-proc", 1, "--output"]
+
+    def write(content):
+        source.write_bytes(content)
+        os.utime(source, ns=(10**18, 10**18))  # the run that goes on shall not notice that this was the way it ended
+
+    write(good)
+    whole = run(tmp_path, *arguments, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert not (tmp_path / "whole/.staging").exists()
+    for place in (-9, -2_000_000):  # ends in the last line, then the run that goes on ends there too; then earlier
+        write(good[:place] + b"!" + good[place + 1 :].replace(b"}", b"!"))
+        ended = run(tmp_path, *arguments, tmp_path / "out")
+        assert ended.returncode == 1 and "is not valid JSON" in ended.stderr, ended.stderr
+        assert stored(tmp_path / "out") == {}
+    write(good)
+    done = run(tmp_path, *arguments, tmp_path / "out")
+    assert done.returncode == 0 and done.stdout == whole.stdout.replace("whole", "out")
+    assert "going on after " in done.stderr and "tokens/s" in done.stderr
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+    assert not (tmp_path / "out/.staging").exists()
+
+
+def test_other_settings_start_over(tmp_path):
+    source, output = write_input(tmp_path / "in", "jsonl"), tmp_path / "out"
+    (source / "1.jsonl").write_text(3 * (json.dumps({"text": "x" * 1_100_000}) + "\n") + "bad")
+    arguments = ["--input", source, "--format", "jsonl", "--output", output, "--shard-tokens", 500_000, "--num-proc", 1]
+    assert run(tmp_path, *arguments).returncode == 1
+    assert (output / ".staging/progress.json").exists()
+    (source / "1.jsonl").write_text('{"text": "x"}')
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 0 and "starting over: a run that ended early had other files or settings" in done.stderr
+    assert list(stored(output)) == ["shard_00000.bin"]
+
+
+def test_shards_are_added_but_not_of_another_tokenizer(tmp_path):
+    source, output = write_input(tmp_path / "in", "text"), tmp_path / "out"
+    arguments = ["--input", source, "--format", "text", "--output", output, "--shard-tokens", 30]
+    for _ in range(2):
+        assert run(tmp_path, *arguments, "--append").returncode == 0
+    assert list(stored(output)) == [f"shard_0000{number}.bin" for number in range(4)]
+    assert [token for shard in stored(output).values() for token in shard] == 2 * TOKENS
+    refused = run(tmp_path, *arguments, "--append", "--no-add-eos")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        f"error: {output / 'shard_00000.bin'} was made with the tokenizer bytes-1, not bytes-1-eos: one folder holds "
+        "shards of one tokenizer; choose another --output\n"
+    )

@@ -40,7 +40,7 @@ class TrainState:
     """
 
     step: int
-    loader: dict[str, int]
+    loader: dict[str, Any]
     lr_scheduler: dict[str, int]
     optimizer: str
     model: str

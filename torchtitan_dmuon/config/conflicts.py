@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torchtitan_dmuon.config.job_config import KEYS, JobConfig
+from torchtitan_dmuon.config.sources import SourcesError, path_problem, plan_sources
 
 
 def schedule_conflicts(warmup_steps: int, total_steps: int, decay_ratio: float | None) -> Iterator[tuple[str, str]]:
@@ -42,11 +43,13 @@ def conflicts(config: JobConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 
     used = [("training", training)] + ([("validation", config.validation)] if config.validation.enable else [])
     for section, data in used:
-        if (data.dataset == "stdlib") != (data.dataset_path is None):
-            found = "none" if data.dataset_path is None else repr(data.dataset_path)
-            expected = "none" if data.dataset == "stdlib" else "a glob or folder"
-            problem = f"found {found}, expected {expected} because {section}.dataset is {data.dataset!r}"
-            yield (f"{section}.dataset_path", f"{section}.dataset"), problem
+        if problem := path_problem(data.dataset, data.dataset_path):
+            keys = (f"{section}.dataset_path", f"{section}.dataset")
+            yield keys, problem.replace("dataset is", f"{section}.dataset is")
+    try:
+        plan_sources(training)
+    except SourcesError as error:
+        yield (error.key, "training.sources", "training.stages"), str(error)
 
     loader = training.dataloader
     for name, value in (

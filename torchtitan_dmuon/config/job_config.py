@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from torchtitan_dmuon.config.key import KeySpec, key, key_specs
+from torchtitan_dmuon.config.source_tables import DATASETS, Source, Stage
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,6 @@ class DataLoader:
     prefetch_factor: int | None = key(None, "batches loaded ahead by a worker; needs num_workers > 0", minimum=1)
 
 
-_DATASETS = ("stdlib", "text", "jsonl", "bin")
 _PRECISIONS = ("bfloat16", "float32")
 
 
@@ -138,9 +138,20 @@ _PRECISIONS = ("bfloat16", "float32")
 class Training:
     """Data, batch, length and precision of the training loop."""
 
-    dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=_DATASETS)
+    dataset: str = key("stdlib", "kind of data; stdlib is the source of Python's own library", choices=DATASETS)
     dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
-    text_key: str = key("text", "field of a jsonl record that holds the text")
+    text_key: str = key("text", "field of a jsonl record, or column of a table, that holds the text")
+    add_bos: bool = key(True, "begin each document with the bos_token of tokenizer_config.json, if it names one")
+    add_eos: bool = key(True, "end each document with the tokenizer's end-of-text token")
+    sources: list[dict[str, Any]] = key(
+        [], "in place of dataset: several corpora, each a [[training.sources]]", item=dict, table=Source
+    )
+    stages: list[dict[str, Any]] = key(
+        [], "other weights from a step on, each a [[training.stages]]", item=dict, table=Stage
+    )
+    accept_changed_data: bool = key(
+        False, "resume although the data are not those of the checkpoint; each source goes on at its share of an epoch"
+    )
     local_batch_size: int = key(8, "sequences of one micro-batch on one data-parallel rank", minimum=1)
     global_batch_size: int = key(
         -1,
@@ -274,7 +285,7 @@ class Validation:
     """Loss on held-out data."""
 
     enable: bool = key(False, "run validation")
-    dataset: str = key("stdlib", "kind of data, as training.dataset", choices=_DATASETS)
+    dataset: str = key("stdlib", "kind of data, as training.dataset", choices=DATASETS)
     dataset_path: str | None = key(None, "glob or folder of the data; none for stdlib", path=True)
     local_batch_size: int = key(8, "sequences of one batch on one data-parallel rank", minimum=1)
     seq_len: int = key(2048, "tokens of one sequence", minimum=1)

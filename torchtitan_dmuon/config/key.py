@@ -146,7 +146,12 @@ class KeySpec:
             value = [_converted(self.item, item) for item in value]
         else:
             value = _converted(self.type, value)
-        if self.table is not None and type(value) is list and all(type(item) is dict for item in value):
+        if (
+            self.table is not None
+            and type(value) is list
+            and len(value) >= self.min_items
+            and all(type(item) is dict for item in value)
+        ):
             return [self._check_table(position, item) for position, item in enumerate(value)]
         for text in value if type(value) is list else [value]:
             # Bytes of the command line that are no UTF-8; the resolved config is written as TOML, which is UTF-8.
@@ -196,7 +201,7 @@ class KeySpec:
         )
 
     def _check_table(self, position: int, table: dict[str, Any]) -> dict[str, Any]:
-        """One table of the list, its values in their types. Raises as `check`."""
+        """One table of the list, its values in their types and `~` in paths replaced. Raises as `check`."""
         specs = {spec.name: spec for spec in key_specs(self.table, "")}
         checked = {}
         for name, value in table.items():
@@ -204,7 +209,7 @@ class KeySpec:
                 nearest = difflib.get_close_matches(name, specs, n=1, cutoff=0.0)[0]
                 raise ValueError(f"table {position}: unknown key {name!r}, nearest is {nearest}")
             try:
-                checked[name] = specs[name].check(value)
+                checked[name] = specs[name].expand(specs[name].check(value))
             except ValueError as error:
                 raise ValueError(f"table {position}: {name}: {error}") from None
         for name, spec in specs.items():

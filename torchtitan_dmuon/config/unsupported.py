@@ -41,7 +41,7 @@ UNSUPPORTED: dict[str, str] = {
         "expert_tensor_parallel_degree",
         "expert_parallel_comm_backend",
     ),
-    "checkpoint.enable_ft_dataloader_checkpoints": "the loader's state is one number, the same on every rank",
+    "checkpoint.enable_ft_dataloader_checkpoints": "the loader's state is a few numbers, the same on every rank",
     **_not_yet("checkpoint", "initial_load_in_hf_quantized"),
     **_not_yet(
         "activation_checkpoint",

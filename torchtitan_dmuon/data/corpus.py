@@ -1,30 +1,30 @@
 """Corpora: named sources of documents, turned into one flat token stream.
 
-One process tokenizes a text-like corpus (`stdlib`, `text`, `jsonl`) once into a cache shard, which every process of the
-host maps. `bin` corpora are tokenized already. The tokenizer's separator follows every document. `dataset.py` cuts the
-stream into samples.
+One process tokenizes a text-like corpus (`stdlib`, `text`, `jsonl`, `parquet`, `arrow`) once into a cache shard, which
+every process of the host maps. `bin` corpora are tokenized already. The tokenizer's BOS and EOS begin and end every
+document. `dataset.py` cuts the stream into samples.
 """
 
-import fcntl
 import glob
 import hashlib
 import json
 import logging
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
-
-import numpy as np
 
 from torchtitan_dmuon.data.errors import DataError
-from torchtitan_dmuon.data.shards import ShardWriter, TokenStream, read_header
-from torchtitan_dmuon.data.tokenizer import Tokenizer
+from torchtitan_dmuon.data.headers import VERSION, read_header
+from torchtitan_dmuon.data.readers import SUFFIXES, Reader, read_source_code, reader
+from torchtitan_dmuon.data.scan import fingerprint_of, make_once, scan_once
+from torchtitan_dmuon.data.shards import ShardWriter, TokenStream
+from torchtitan_dmuon.data.tokenizer import Tokenizer, encode_document
 
 logger = logging.getLogger(__name__)
 
-CORPORA = ("stdlib", "text", "jsonl", "bin")
+_RAW_ITEMSIZES = {"bin": None, "bin_uint16": 2, "bin_uint32": 4}
+CORPORA = ("stdlib", *SUFFIXES, *_RAW_ITEMSIZES)
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -33,7 +33,7 @@ class Documents:
     """Files and how to read their documents.
 
     Attributes:
-        kind: the corpus, and for `jsonl` the key of the text, as "jsonl:text".
+        kind: the corpus, and the key of the text where there is one, as "jsonl:text".
         files: paths, in the order in which they are read.
         names: of the files, for the cache key.
         read: `read(file)` yields the text of each document of one file.
@@ -42,69 +42,47 @@ class Documents:
     kind: str
     files: tuple[Path, ...]
     names: tuple[str, ...]
-    read: Callable[[Path], Iterator[str]]
+    read: Reader
 
 
-def find_files(pattern: str, suffix: str, *, key: str) -> tuple[Path, ...]:
+def find_files(pattern: str, suffixes: Sequence[str], *, key: str) -> tuple[Path, ...]:
     """The sorted files of a glob (`**` allowed), of a folder, or the one file itself.
 
     Args:
         pattern: a glob, a folder or a file.
-        suffix: a folder stands for its files of this suffix at any depth, without hidden files and folders.
+        suffixes: a folder stands for its files of these suffixes at any depth, without hidden files and folders.
         key: the name of the setting, for the message.
 
     Raises:
-        DataError: no file matches.
+        DataError: no file matches; or the folder holds the splits of a HuggingFace dataset.
     """
     path = Path(pattern).expanduser()
-    glob_pattern = f"{glob.escape(str(path))}/**/*{suffix}" if path.is_dir() else str(path)
-    files = [Path(name) for name in glob.glob(glob_pattern, recursive=True)]
-    files = sorted(file for file in files if file.is_file())
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(str(folder) for folder in path.iterdir() if folder.is_dir()))
+        raise DataError(f"{key} = {pattern!r}: the folder holds several splits; give one of {splits}")
+    if path.is_dir():
+        folder = f"{glob.escape(str(path))}/**/*"
+        found = {name for suffix in suffixes for name in glob.glob(f"{folder}{suffix}", recursive=True)}
+    else:
+        found = set(glob.glob(str(path), recursive=True))
+    files = sorted(file for file in map(Path, found) if file.is_file())
     if not files and path.is_file():  # a name with glob characters in it
         files = [path]
     if not files:
         problem = "matches no file"
         if path.is_dir():
-            problem = f"folder holds no '*{suffix}' file"
+            problem = f"folder holds no '*{suffixes[0]}' file"
         elif glob.escape(pattern) == pattern:
             problem = "does not exist"
         raise DataError(
-            f"{key} = {pattern!r}: {problem}; give a file, a folder or a glob such as 'data/*{suffix or '.txt'}'"
+            f"{key} = {pattern!r}: {problem}; give a file, a folder or a glob such as 'data/*{suffixes[0] or '.txt'}'"
         )
     return tuple(files)
 
 
-def _open(file: Path) -> TextIO:
-    try:
-        return file.open(encoding="utf-8", errors="ignore")
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}; remove it from the corpus") from error
-
-
-def read_text(file: Path) -> Iterator[str]:
-    """The whole file as one document. Bytes that are not UTF-8 are left out. Raises DataError."""
-    with _open(file) as content:
-        yield content.read()
-
-
-def read_jsonl(file: Path, text_key: str) -> Iterator[str]:
-    """One document a line: the string under `text_key`. Empty lines are skipped.
-
-    Raises:
-        DataError: a line that is not a JSON object with a string under that key.
-    """
-    with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{file}, line {number} is not valid JSON: {error}") from error
-            text = record.get(text_key) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise DataError(f"{file}, line {number} has no text under the key {text_key!r}: set text_key")
-            yield text
+def find_corpus(name: str, path: str, *, key: str) -> tuple[Path, ...]:
+    """The files of a corpus other than "stdlib". Raises as `find_files`."""
+    return find_files(path, SUFFIXES.get(name, (".bin",)), key=key)
 
 
 def stdlib_documents() -> Documents:
@@ -112,11 +90,11 @@ def stdlib_documents() -> Documents:
     root = Path(sysconfig.get_path("stdlib"))
     found = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     names = sorted(name for name in found if not _NOT_STDLIB.intersection(name.split("/")))
-    return Documents("stdlib", tuple(found[name] for name in names), tuple(names), read_text)
+    return Documents("stdlib", tuple(found[name] for name in names), tuple(names), read_source_code)
 
 
 def find_documents(name: str, path: str | None, text_key: str, *, section: str = "training") -> Documents:
-    """The documents of a text-like corpus: "stdlib", "text" or "jsonl".
+    """The documents of a text-like corpus: "stdlib", or one of `SUFFIXES`.
 
     Args:
         name, path, text_key: values of the keys `dataset`, `dataset_path` and the JSON key of the text.
@@ -130,33 +108,29 @@ def find_documents(name: str, path: str | None, text_key: str, *, section: str =
         if path:
             raise DataError(f"{key} = {path!r} is not used by dataset 'stdlib': remove it, or set dataset to 'text'")
         return stdlib_documents()
-    if name not in ("text", "jsonl"):
+    if name not in SUFFIXES:
         raise DataError(f"{section}.dataset = {name!r} is unknown: choose one of {', '.join(CORPORA)}")
     if not path:
         raise DataError(f"{key} is not set: dataset {name!r} needs a file, a folder or a glob")
-    files = find_files(path, ".jsonl" if name == "jsonl" else "", key=key)
+    files = find_corpus(name, path, key=key)
     names = tuple(str(file.resolve()) for file in files)
-    if name == "text":
-        return Documents("text", files, names, read_text)
-    return Documents(f"jsonl:{text_key}", files, names, lambda file: read_jsonl(file, text_key))
+    return Documents(name if name == "text" else f"{name}:{text_key}", files, names, reader(name, text_key))
 
 
 def _cache_file(documents: Documents, tokenizer: Tokenizer, cache_folder: Path) -> Path:
     stats = [file.stat() for file in documents.files]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(documents.names, stats, strict=True)]
-    key = json.dumps([documents.kind, tokenizer.fingerprint, tokenizer.vocab_size, files])
+    key = json.dumps([VERSION, documents.kind, tokenizer.fingerprint, tokenizer.vocab_size, files])
     digest = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).hexdigest()
     return cache_folder / f"{documents.kind.split(':')[0]}-{digest[:16]}.bin"
 
 
 def _write_cache(documents: Documents, tokenizer: Tokenizer, file: Path) -> None:
-    separator = np.array([tokenizer.separator_id])
     with ShardWriter(file, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint) as writer:
         for source in documents.files:
             for text in documents.read(source):
                 if text:
-                    writer.append(tokenizer.encode(text))
-                    writer.append(separator)
+                    writer.append(encode_document(tokenizer, text))
 
 
 def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str | Path) -> TokenStream:
@@ -168,38 +142,44 @@ def tokenize_once(documents: Documents, tokenizer: Tokenizer, cache_folder: str 
     Raises:
         DataError: a document cannot be read, or the cache folder cannot be written or locked.
     """
-    folder = Path(cache_folder).expanduser()
-    file = _cache_file(documents, tokenizer, folder)
-    if not file.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with file.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock if this process dies
-                if not file.exists():
-                    logger.info("tokenizing %d files into %s", len(documents.files), file)
-                    _write_cache(documents, tokenizer, file)
-        except OSError as error:
-            reason = error.strerror or error
-            raise DataError(
-                f"cannot write the token cache {file.absolute()}: {reason}; make {folder.absolute()} writable, or a "
-                "symbolic link to a folder that is"
-            ) from error
-    return TokenStream([file])
+    file = _cache_file(documents, tokenizer, Path(cache_folder).expanduser())
+
+    def make() -> None:
+        logger.info("tokenizing %d files into %s", len(documents.files), file)
+        _write_cache(documents, tokenizer, file)
+
+    make_once(file, make)
+    return TokenStream([file], fingerprint_of([file], cache_folder))
 
 
-def open_shards(path: str | None, tokenizer: Tokenizer, *, section: str = "training") -> TokenStream:
-    """The tokens of the `.bin` shards at `path` (file, folder or glob), in the order of their sorted names.
+def open_shards(
+    name: str, path: str | None, tokenizer: Tokenizer, cache_folder: str | Path, *, section: str = "training"
+) -> TokenStream:
+    """The tokens of the `.bin` files at `path` (file, folder or glob), in the order of their sorted names.
+
+    Args:
+        name: "bin" for files that tell what they are (`headers.py`), "bin_uint16" and "bin_uint32" for tokens alone.
 
     Raises:
-        DataError: there is no shard; or a shard is broken, or made with another tokenizer or a larger vocabulary.
+        DataError: there is no file; or one is broken, made with another tokenizer, or holds a token that the tokenizer
+            does not have.
     """
     key = f"{section}.dataset_path"
     if not path:
-        raise DataError(f"{key} is not set: dataset 'bin' needs shards made by scripts/prepare_data.py")
-    files = find_files(path, ".bin", key=key)
+        raise DataError(f"{key} is not set: dataset {name!r} needs shards made by scripts/prepare_data.py")
+    files = find_corpus(name, path, key=key)
+    raw_itemsize = _RAW_ITEMSIZES[name]
     for file in files:
-        header = read_header(file)
-        if header.vocab_size > tokenizer.vocab_size:
+        header = read_header(file, raw_itemsize)
+        if header.vocab_size is None:
+            scan = scan_once(file, cache_folder, raw_itemsize)
+            if scan.smallest < 0 or scan.largest >= tokenizer.vocab_size:
+                token = scan.smallest if scan.smallest < 0 else scan.largest
+                raise DataError(
+                    f"{file} holds the token {token}, outside the vocabulary of {tokenizer.vocab_size}: use the "
+                    "tokenizer that made the file, and the dataset that names its type"
+                )
+        elif header.vocab_size > tokenizer.vocab_size:
             raise DataError(
                 f"{file} was made for a vocabulary of {header.vocab_size} tokens but the tokenizer has "
                 f"{tokenizer.vocab_size}: use the tokenizer that made the shards ({header.fingerprint})"
@@ -207,9 +187,10 @@ def open_shards(path: str | None, tokenizer: Tokenizer, *, section: str = "train
         if header.fingerprint not in ("", tokenizer.fingerprint):
             raise DataError(
                 f"{file} was made with the tokenizer {header.fingerprint}, not {tokenizer.fingerprint}: "
-                "use the same tokenizer or run scripts/prepare_data.py again"
+                "use the same tokenizer, training.add_bos (+bos) and training.add_eos (-eos), or run "
+                "scripts/prepare_data.py again"
             )
-    return TokenStream(files)
+    return TokenStream(files, fingerprint_of(files, cache_folder, raw_itemsize), raw_itemsize)
 
 
 def build_tokens(
@@ -226,8 +207,8 @@ def build_tokens(
     Raises:
         DataError: as `find_documents`, `tokenize_once` and `open_shards`, and when the corpus holds no token.
     """
-    if name == "bin":
-        tokens = open_shards(path, tokenizer, section=section)
+    if name in _RAW_ITEMSIZES:
+        tokens = open_shards(name, path, tokenizer, cache_folder, section=section)
     else:
         documents = find_documents(name, path, text_key, section=section)
         tokens = tokenize_once(documents, tokenizer, cache_folder)

@@ -4,6 +4,7 @@ Sample i of a dataset is a fixed span of the stream. A formula, not a list, give
 `loader.py` decides which rank gets which sample.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,11 +29,14 @@ class PackedDataset(Dataset):
 
     Sample i is `tokens[i * seq_len : i * seq_len + seq_len + 1]`. Its labels are its inputs moved by one, so that
     neighbouring samples share one token: with `seq_len` 4, sample 0 is tokens 0 to 4 and sample 1 is tokens 4 to 8. A
-    sample may span several documents; the separator between two documents is a token like any other.
+    sample may span several documents; BOS and EOS between two documents are tokens like any other.
 
     Args:
         tokens: a `TokenStream` or 1-D integer array.
         seq_len: tokens of one sample.
+
+    Attributes:
+        fingerprint: of the content of `tokens`, whatever `seq_len` is.
 
     Raises:
         DataError: `seq_len` is not positive, or the stream is shorter than one sample.
@@ -48,6 +52,10 @@ class PackedDataset(Dataset):
             )
         self.tokens = tokens
         self.seq_len = seq_len
+        if isinstance(tokens, TokenStream):
+            self.fingerprint = tokens.fingerprint
+        else:
+            self.fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
@@ -126,11 +134,11 @@ def build_dataset(
     *,
     section: str = "training",
 ) -> PackedDataset:
-    """The samples of a named corpus ("stdlib", "text", "jsonl" or "bin").
+    """The samples of a named corpus, one of `corpus.CORPORA`.
 
     Args:
         name, path: the keys `dataset` and `dataset_path` of the TOML section `section`, which messages name.
-        text_key: the key of the text in a JSON line; used by "jsonl" only.
+        text_key: the key of the text in a JSON line, or the column of the text in a table.
         cache_folder: folder of the cache shards of text-like corpora.
 
     Raises:

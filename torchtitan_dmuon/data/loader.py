@@ -5,9 +5,10 @@ The order is global. With GB samples in an optimizer step over dp ranks and LB s
 - step t consumes the global samples [t * GB, (t + 1) * GB);
 - micro-batch m of step t on rank r holds the samples t * GB + m * dp * LB + r * LB + b for b < LB;
 - GB is a multiple of dp * LB, so that the k-th micro-batch of a run on rank r holds k * dp * LB + r * LB + b;
-- global sample g is sample `sample_order(seed, g // n, g % n)` of the n samples of the dataset.
+- `mixture.py` tells which sample of which source the global sample g is.
 
-The whole state of a loader is the number of samples consumed, which means the same on any number of ranks.
+The whole state of a loader is the number of samples consumed of each source, which means the same on any number of
+ranks.
 
 `dataset.py` reads samples; the trainer moves batches to a device.
 """
@@ -15,38 +16,21 @@ The whole state of a loader is the number of samples consumed, which means the s
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_dmuon.config.job_config import DataLoader
-from torchtitan_dmuon.data.dataset import IGNORE_INDEX, PackedDataset, sample_order
+from torchtitan_dmuon.data.dataset import PackedDataset
 from torchtitan_dmuon.data.errors import DataError
+from torchtitan_dmuon.data.identity import BEGIN_ANEW, describe, resume_sources
+from torchtitan_dmuon.data.mixture import FILLER, Mixture, Position
 
-_FILLER = -1
-_STATE_KEYS = ("consumed_samples", "seed", "dataset_samples")
-
-
-class _WithFiller(Dataset):
-    """A dataset with one more sample, which has the index `_FILLER` and no valid label."""
-
-    def __init__(self, dataset: PackedDataset):
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index != _FILLER:
-            return self._dataset[index]
-        size = self._dataset.seq_len
-        return {
-            "input": torch.zeros(size, dtype=torch.int64),
-            "labels": torch.full((size,), IGNORE_INDEX, dtype=torch.int64),
-        }
+_STATE_KEYS = ("consumed_samples", "steps", "seed", "sources", "skips")
 
 
 @dataclass(frozen=True)
@@ -59,6 +43,7 @@ class LoaderConfig:
             micro-batch on each rank.
         seed: of the order.
         infinite: True for epochs without end, each in an order of its own; False for one pass in natural order.
+        accept_changed_data: whether `load_state_dict` takes the state of other data.
         dataloader: the section ``[training.dataloader]``, whose keys are arguments of ``torch.utils.data.DataLoader``.
     """
 
@@ -66,6 +51,7 @@ class LoaderConfig:
     global_batch_size: int = -1
     seed: int = 0
     infinite: bool = True
+    accept_changed_data: bool = False
     dataloader: DataLoader = field(default_factory=DataLoader)
 
     def check(self, dp_size: int) -> None:
@@ -90,28 +76,37 @@ class LoaderConfig:
 
 
 class _RankBatches(Sampler[list[int]]):
-    """The dataset indices of one rank's micro-batches, from global sample `start` on."""
+    """The mixture's indices of one rank's micro-batches, from `position` and optimizer step `steps` + 1 on."""
 
-    def __init__(self, samples: int, config: LoaderConfig, dp_rank: int, dp_size: int):
-        self.start = 0
+    def __init__(self, mixture: Mixture, config: LoaderConfig, dp_rank: int, dp_size: int):
+        self.position = mixture.start()
+        self.steps = 0
         self.stride = config.local_batch_size * dp_size
-        self._samples = samples
-        self._offsets = dp_rank * config.local_batch_size + np.arange(config.local_batch_size, dtype=np.int64)
+        size = config.global_batch_size
+        self.per_step = 1 if size == -1 else size // self.stride
+        self._mixture = mixture
+        self._part = slice(dp_rank * config.local_batch_size, (dp_rank + 1) * config.local_batch_size)
         self._seed = config.seed
         self._infinite = config.infinite
 
     def __len__(self) -> int:
-        return -(-self._samples // self.stride)
+        return -(-len(self._mixture) // self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self.start
-        while self._infinite or first < self._samples:
-            ids = first + self._offsets
-            if self._infinite:
-                yield sample_order(self._seed, ids // self._samples, ids % self._samples, self._samples).tolist()
-            else:
-                yield np.where(ids < self._samples, ids, _FILLER).tolist()
-            first += self.stride
+        return self._endless() if self._infinite else self._one_pass()
+
+    def _endless(self) -> Iterator[list[int]]:
+        position = self.position
+        for micro_batch in count(self.per_step * self.steps):
+            place = (self._seed, position, self.stride, micro_batch // self.per_step + 1)
+            yield self._mixture.indices(*place, self._part).tolist()
+            position = self._mixture.advance(*place)
+
+    def _one_pass(self) -> Iterator[list[int]]:
+        samples = len(self._mixture)
+        for first in range(0, samples, self.stride):
+            ids = np.arange(first, first + self.stride)[self._part]
+            yield np.where(ids < samples, ids, FILLER).tolist()
 
 
 class TokenLoader:
@@ -124,7 +119,7 @@ class TokenLoader:
     Only one iterator is live at a time: `iter()` and `load_state_dict` end the iterators made before.
 
     Args:
-        dataset: the samples, the same on every rank.
+        dataset: the samples, the same on every rank; a single dataset is a mixture of one source, "data".
         config: how ranks read the samples.
         dp_rank, dp_size: place of this rank among the ranks that read different data.
 
@@ -132,24 +127,25 @@ class TokenLoader:
         DataError: as `LoaderConfig.check`; or `dp_rank` is not below `dp_size`.
     """
 
-    def __init__(self, dataset: PackedDataset, config: LoaderConfig, dp_rank: int = 0, dp_size: int = 1):
+    def __init__(self, dataset: PackedDataset | Mixture, config: LoaderConfig, dp_rank: int = 0, dp_size: int = 1):
         if not 0 <= dp_rank < dp_size:
             raise DataError(f"data-parallel rank {dp_rank} of {dp_size} ranks does not exist")
         config.check(dp_size)
-        self._samples = len(dataset)
+        self._mixture = dataset if isinstance(dataset, Mixture) else Mixture({"data": dataset})
         self._seed = config.seed
         self._infinite = config.infinite
-        self._consumed = 0
-        self._skips: list[int] = []  # samples of each skip, all counted in `_consumed`
+        self._accept_changed_data = config.accept_changed_data
+        self._position = self._mixture.start()
+        self._micro_batches = 0  # handed out, those before a restart in steps of today's size
+        self._skips: list[int] = []  # samples of each skip, all counted in `_position`
         self._generation = 0
-        self._batches = _RankBatches(self._samples, config, dp_rank, dp_size)
-        size = config.global_batch_size
-        self.micro_batches_per_step = 1 if size == -1 else size // self._batches.stride
+        self._batches = _RankBatches(self._mixture, config, dp_rank, dp_size)
+        self.micro_batches_per_step = self._batches.per_step
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 deprecates; no user can act on the warning.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
-                _WithFiller(dataset),
+                self._mixture,
                 batch_sampler=self._batches,
                 **vars(config.dataloader),
                 # The loader's own generator: an iterator that starts must not draw from the trainer's random numbers.
@@ -163,20 +159,21 @@ class TokenLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        if not self._infinite:
-            self._consumed = 0
         self._generation += 1
         return self._iterate(self._generation)
 
     def _iterate(self, generation: int) -> Iterator[dict[str, torch.Tensor]]:
-        self._batches.start = self._consumed
+        self._batches.position, self._batches.steps = self._position, self.steps
         batches = iter(self._loader)
         while generation == self._generation:
             batch = next(batches, None)
             if batch is None:
                 return
             # Counted here, not in the sampler, which runs ahead of the caller by the batches that workers prefetch.
-            self._consumed += self._batches.stride
+            if self._infinite:
+                place = (self._position, self._batches.stride, self.steps + 1)
+                self._position = self._mixture.advance(self._seed, *place)
+            self._micro_batches += 1
             yield batch
         # Checked before the next read: persistent workers would hand the next iterator's batch to this iterator.
         raise RuntimeError("this iterator ended when the loader was iterated or loaded again")
@@ -184,7 +181,7 @@ class TokenLoader:
     @property
     def read_samples(self) -> int:
         """Samples handed out over all ranks, those that were skipped not among them."""
-        return self._consumed - sum(self._skips)
+        return self._position.samples - sum(self._skips)
 
     def skip(self, samples: int) -> bool:
         """Leave out the next `samples` global samples. After `load_state_dict` and before the first batch, with the
@@ -192,16 +189,36 @@ class TokenLoader:
         one of the run that was told to skip them, which has been started again with the same settings."""
         if self._skips[-1:] == [samples]:
             return False
-        self._consumed += samples
+        self._position = self._mixture.advance(self._seed, self._position, samples, self.steps + 1)
         self._skips.append(samples)
         return True
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps whose samples are handed out. Setting it ends running iterators and chooses the stage of the
+        mixture that comes next."""
+        return self._micro_batches // self.micro_batches_per_step
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._micro_batches = steps * self.micro_batches_per_step
+        self._generation += 1
+
+    def consumed(self) -> dict[str, tuple[int, float]]:
+        """By source: tokens handed out or skipped over all ranks, and passes over the source."""
+        read = zip(self._mixture.sources.items(), self._position.read, strict=True)
+        return {name: (samples * data.seq_len, samples / len(data)) for (name, data), samples in read}
+
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank: samples handed out or skipped over all ranks, and out of what."""
+        """The position, the same on every rank: samples handed out or skipped over all ranks, those of each source
+        beside what the source is, optimizer steps, and the seed."""
+        read = zip(self._mixture.sources.items(), self._position.read, strict=True)
+        sources = {name: describe(samples, data) for (name, data), samples in read}
         return {
-            "consumed_samples": self._consumed,
+            "consumed_samples": self._position.samples,
+            "steps": self.steps,
             "seed": self._seed,
-            "dataset_samples": self._samples,
+            "sources": sources,
             "skips": list(self._skips),
         }
 
@@ -209,24 +226,22 @@ class TokenLoader:
         """Go on after the samples that `state` counts, whatever ranks and batch sizes the saving run had.
 
         Raises:
-            DataError: the state is incomplete, or of another corpus, sequence length or seed.
+            DataError: the state is incomplete, of another seed, or of other data (`identity.resume_sources`).
             TypeError: the loader is finite. A finite loader always starts from the beginning.
         """
         if not self._infinite:
             raise TypeError("a finite loader has no position to restore")
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
-            raise DataError(f"the saved loader state lacks {', '.join(missing)}: it is not of this loader")
-        if state["dataset_samples"] != self._samples:
             raise DataError(
-                f"the checkpoint was made with a dataset of {state['dataset_samples']} samples, this one has "
-                f"{self._samples}: use the same training.dataset, training.dataset_path and training.seq_len"
+                f"the saved loader state lacks {', '.join(missing)}: it is not of this loader; {BEGIN_ANEW}"
             )
         if state["seed"] != self._seed:
             raise DataError(
-                f"the checkpoint was made with the data seed {state['seed']} but this run has {self._seed}: "
-                "use the same seed, or the data order would change in the middle of an epoch"
+                f"the checkpoint was made with the data seed {state['seed']} but this run has {self._seed}: use the "
+                f"same debug.seed, or the data order would change in the middle of an epoch; or {BEGIN_ANEW}"
             )
-        self._consumed = int(state["consumed_samples"])
-        self._skips = list(state.get("skips", []))  # older checkpoints have none
-        self._generation += 1
+        read = resume_sources(state["sources"], self._mixture.sources, self._accept_changed_data)
+        self._position = Position(state["consumed_samples"], tuple(read))
+        self._skips = list(state["skips"])
+        self.steps = state["steps"]

@@ -1,101 +1,31 @@
-"""Token shards: the `.bin` file format, its writer, and one flat stream over several of them.
-
-A shard is a 64-byte little-endian header and then the tokens:
-
-    offset  0   8 bytes   magic b"DMUONTOK"
-            8   uint32    version, 1
-           12   uint32    bytes per token, 2 (uint16) or 4 (uint32)
-           16   uint64    number of tokens
-           24   uint64    vocabulary size, above every id
-           32   32 bytes  fingerprint of the tokenizer, UTF-8, zero padded
-           64   tokens
+"""Token shards: their writer, and one flat stream over several of them. `headers.py` has the file formats.
 
 `corpus.py` and `scripts/prepare_data.py` make the tokens.
 """
 
+import hashlib
 import os
-import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from torchtitan_dmuon.data.errors import DataError
+from torchtitan_dmuon.data.headers import ShardHeader, read_header
 from torchtitan_dmuon.data.tokenizer import token_dtype
 
-MAGIC = b"DMUONTOK"
-VERSION = 1
-_HEADER = struct.Struct("<8sIIQQ32s")
-_DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
-
-@dataclass(frozen=True)
-class ShardHeader:
-    """The header of a shard, in its own terms."""
-
-    dtype: np.dtype
-    num_tokens: int
-    vocab_size: int
-    fingerprint: str
-
-    def pack(self) -> bytes:
-        """The 64 bytes at the head of the file."""
-        return _HEADER.pack(
-            MAGIC, VERSION, self.dtype.itemsize, self.num_tokens, self.vocab_size, self.fingerprint.encode()
-        )
-
-
-def is_shard(path: str | Path) -> bool:
-    """Whether a file begins with the magic bytes of a token shard, complete or not."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def read_header(path: str | Path) -> ShardHeader:
-    """Read and check the header of the shard at `path`.
+def read_shard(path: str | Path, raw_itemsize: int | None = None) -> np.ndarray:
+    """The tokens of one token file as a read-only memory map, integers [num_tokens]; uint16 or uint32 in ours.
 
     Raises:
-        DataError: the file is missing, no shard, of another version, or not exactly as long as its header says.
+        DataError: see `read_header`, which has the arguments.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_HEADER.size)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"cannot read the token shard {path}: {error.strerror}") from error
-    if raw[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} is not a token shard: make shards with scripts/prepare_data.py")
-    if len(raw) < _HEADER.size:
-        raise DataError(f"{path} is truncated inside its header: make the shard again with scripts/prepare_data.py")
-    _, version, itemsize, num_tokens, vocab_size, fingerprint = _HEADER.unpack(raw)
-    if version != VERSION or itemsize not in _DTYPES:
-        raise DataError(f"{path} has version {version} with {itemsize}-byte tokens; only version {VERSION} is known")
-    expected = _HEADER.size + num_tokens * itemsize
-    if size != expected:
-        raise DataError(
-            f"{path} is {size} bytes long but its header promises {expected} ({num_tokens} tokens): "
-            "copy it again or make it again with scripts/prepare_data.py"
-        )
-    name = fingerprint.rstrip(b"\0").decode("utf-8", errors="replace")
-    return ShardHeader(_DTYPES[itemsize], num_tokens, vocab_size, name)
-
-
-def read_shard(path: str | Path) -> np.ndarray:
-    """The tokens of one shard as a read-only memory map, uint16 or uint32 [num_tokens].
-
-    Raises:
-        DataError: see `read_header`.
-    """
-    header = read_header(path)
+    header = read_header(path, raw_itemsize)
     if header.num_tokens == 0:  # memory mapping refuses an empty region
         return np.empty(0, dtype=header.dtype)
-    return np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER.size, shape=(header.num_tokens,))
+    return np.memmap(path, dtype=header.dtype, mode="r", offset=header.offset, shape=(header.num_tokens,))
 
 
 class ShardWriter:
@@ -118,9 +48,16 @@ class ShardWriter:
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._dtype = token_dtype(vocab_size)
+        self._hash = hashlib.sha256()
 
     def _header(self) -> bytes:
-        return ShardHeader(self._dtype, self.num_tokens, self._vocab_size, self._fingerprint).pack()
+        return ShardHeader(
+            self._dtype,
+            self.num_tokens,
+            vocab_size=self._vocab_size,
+            fingerprint=self._fingerprint,
+            digest=self._hash.digest(),
+        ).pack()
 
     def __enter__(self) -> "ShardWriter":
         self._file = self._temporary.open("wb")
@@ -140,7 +77,9 @@ class ShardWriter:
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
             raise DataError(f"token id {bad} for {self.path} is outside the vocabulary of {self._vocab_size}")
-        self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
+        content = tokens.astype(self._dtype, copy=False).tobytes()
+        self._hash.update(content)
+        self._file.write(content)
         self.num_tokens += tokens.size
 
     def __exit__(self, exception_type, exception, traceback) -> None:
@@ -168,13 +107,20 @@ class TokenStream:
     `len(stream)` is the number of tokens and `stream[a:b]` a 1-D array. A pickled stream is its paths only: a worker
     process of the loader maps the files itself.
 
+    Args:
+        paths: the shards.
+        fingerprint: of the content of all of them; "" where nobody asks.
+        raw_itemsize: as for `read_header`.
+
     Raises:
         DataError: see `read_header`.
     """
 
-    def __init__(self, paths: Sequence[str | Path]):
+    def __init__(self, paths: Sequence[str | Path], fingerprint: str = "", raw_itemsize: int | None = None):
         self.paths = [Path(path) for path in paths]
-        self._maps = [read_shard(path) for path in self.paths]
+        self.fingerprint = fingerprint
+        self._raw_itemsize = raw_itemsize
+        self._maps = [read_shard(path, raw_itemsize) for path in self.paths]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64).tolist()
 
     def __len__(self) -> int:
@@ -198,4 +144,4 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
 
     def __reduce__(self):
-        return TokenStream, (self.paths,)
+        return TokenStream, (self.paths, self.fingerprint, self._raw_itemsize)
