@@ -11,9 +11,9 @@ __all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavo
 _VOCAB_SIZE = 128_256
 _MAX_SEQ_LEN = 131_072
 
-# Those up to 400M take the vocabulary of the run's tokenizer. 160M and 400M have so many parameters with a vocabulary of
-# about 50,000. tiny64 to tiny160, named by their width, are for scaling runs on a CPU. The figures of 1B and 3B are Llama
-# 3.2's; those of 8B, 70B and 405B are Llama 3.1's.
+# Those up to 400M take the vocabulary of the run's tokenizer. 160M and 400M have so many parameters with a vocabulary
+# of about 50,000. tiny64 to tiny160, named by their width, are for scaling runs on a CPU. The figures of 1B and 3B are
+# Llama 3.2's; those of 8B, 70B and 405B are Llama 3.1's.
 flavors: dict[str, Llama3Args] = {
     "debugmodel": Llama3Args(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_hidden_dim=768, max_seq_len=2048),
     "tiny64": Llama3Args(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_hidden_dim=192, max_seq_len=2048),
