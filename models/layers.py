@@ -8,12 +8,14 @@ the same code.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from models import AttentionHeads, HeadRows
 
 
 class RMSNorm(nn.Module):
@@ -203,6 +205,24 @@ class Attention(nn.Module):
         of this rank]."""
         self.max_logits = torch.zeros(self.n_heads // tensor_parallel_degree, device=device)
         return self.max_logits
+
+    def heads(self) -> AttentionHeads:
+        """The layer as QK-clip and the split into heads see it. A key that serves several query heads is left alone."""
+        width = self.head_dim
+        query, key = (HeadRows(f"{name}.weight", 0, width, width, 0.5) for name in ("wq", "wk"))
+        grouped = (replace(query, exponent=1.0),)
+        return AttentionHeads(
+            self,
+            self.n_heads,
+            clipped=(query, key) if self.n_heads == self.n_kv_heads else grouped,
+            split={"wq.weight": width, "wk.weight": width, "wv.weight": width},
+            track_max_logits=self.track_max_logits,
+        )
+
+
+def qk_heads(model: nn.Module) -> list[AttentionHeads]:
+    """Those of every `Attention` of a model: a family's `ModelSpec.qk_heads`."""
+    return [module.heads() for module in model.modules() if isinstance(module, Attention)]
 
 
 class FeedForward(nn.Module):

@@ -1,10 +1,14 @@
 """The Llama 3 family: its flavors and `ModelSpec`. `model.py` is the model, `hf.py` HuggingFace's names."""
 
-from models import ModelSpec
-from models.layers import RopeScaling
+import torch
+from torch import nn
+
+from models import ModelSpec, Parts, TensorParallelPlan
+from models.flops import attention_flops, linear_flops
+from models.layers import RopeScaling, qk_heads
 from models.llama3.hf import Llama3HFNameMap
 from models.llama3.model import Llama3, Llama3Args, TransformerBlock
-from models.llama3.tensor_parallel import tensor_parallel_plan
+from models.tensor_parallel import plan_of_block, plan_outside_blocks
 
 __all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavors", "spec"]
 
@@ -76,10 +80,31 @@ flavors: dict[str, Llama3Args] = {
     ),
 }
 
+
+def _parts(model: Llama3) -> Parts:
+    def block_inputs(seq_len: int) -> tuple[torch.Tensor]:
+        return (model.rope_table[:seq_len],)
+
+    return Parts(model.layers, (model.tok_embeddings,), model.norm, model.output, block_inputs)
+
+
+def _flops_per_token(model: nn.Module, args: Llama3Args, seq_len: int) -> int:
+    width = {"qk_dim": args.head_dim, "v_dim": args.head_dim}
+    return linear_flops(model) + attention_flops(n_layers=args.n_layers, n_heads=args.n_heads, seq_len=seq_len, **width)
+
+
+def _tensor_parallel_plan(args: Llama3Args, loss_parallel: bool) -> tuple[TensorParallelPlan, list[TensorParallelPlan]]:
+    return plan_outside_blocks(loss_parallel), [plan_of_block() for _ in range(args.n_layers)]
+
+
 spec = ModelSpec(
     name="llama3",
     flavors=flavors,
     build=Llama3,
+    parts=_parts,
+    flops_per_token=_flops_per_token,
     hf=Llama3HFNameMap(),
-    tensor_parallel_plan=tensor_parallel_plan,
+    tensor_parallel_plan=_tensor_parallel_plan,
+    divisible=lambda args: {"n_heads": args.n_heads, "n_kv_heads": args.n_kv_heads},
+    qk_heads=qk_heads,
 )

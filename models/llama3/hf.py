@@ -37,6 +37,9 @@ class Llama3HFNameMap:
     `lm_head.weight` all the same; this name maps to `output.weight`, which a tied model's state dict has too.
     """
 
+    embedding = "tok_embeddings.weight"
+    head = "output.weight"
+
     def to_hf(self, fqn: str) -> str:
         """Our parameter FQN -> the HuggingFace name. Raises ValueError for a name Llama3 does not have."""
         if fqn in _TOP_LEVEL:

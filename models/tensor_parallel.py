@@ -1,24 +1,20 @@
-"""How tensor parallelism splits a Llama: sequence parallel between the blocks, columns then rows inside them."""
+"""How tensor parallelism splits a decoder: sequence parallel between the blocks, columns then rows inside them."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
 )
 
-Plan = dict[str, ParallelStyle]
+from models import TensorParallelPlan
 
 
-def tensor_parallel_plan(loss_parallel: bool) -> tuple[Plan, Plan]:
-    """(plan of the model outside its blocks, plan of one block), for `parallelize_module`.
-
-    Between the blocks each rank has a part of the sequence (Korthikanti et al., arXiv 2205.05198). With `loss_parallel`
-    the logits stay DTensors that are split along the vocabulary.
-    """
-    outside: Plan = {
+def plan_outside_blocks(loss_parallel: bool) -> TensorParallelPlan:
+    """The plan of embedding, last norm and head. Between the blocks each rank has a part of the sequence (Korthikanti
+    et al., arXiv 2205.05198). With `loss_parallel` the logits stay DTensors that are split along the vocabulary."""
+    return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
@@ -27,7 +23,11 @@ def tensor_parallel_plan(loss_parallel: bool) -> tuple[Plan, Plan]:
             use_local_output=not loss_parallel,
         ),
     }
-    block: Plan = {
+
+
+def plan_of_block() -> TensorParallelPlan:
+    """The plan of a block of `models.layers.Attention` and `models.layers.FeedForward`."""
+    return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": ColwiseParallel(),
@@ -40,4 +40,3 @@ def tensor_parallel_plan(loss_parallel: bool) -> tuple[Plan, Plan]:
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "feed_forward.w3": ColwiseParallel(),
     }
-    return outside, block
