@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models import TensorParallelPlan
+from models.decoder import DecoderArgs
 
 
 def plan_outside_blocks(loss_parallel: bool) -> TensorParallelPlan:
@@ -25,9 +26,12 @@ def plan_outside_blocks(loss_parallel: bool) -> TensorParallelPlan:
     }
 
 
-def plan_of_block() -> TensorParallelPlan:
+def plan_of_block(qk_norm: bool = False) -> TensorParallelPlan:
     """The plan of a block of `models.layers.Attention` and `models.layers.FeedForward`."""
+    # Every rank has some of the heads, and the whole weight of the norms over each of them.
+    norm_of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {
+        **({"attention.q_norm": norm_of_heads, "attention.k_norm": norm_of_heads} if qk_norm else {}),
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": ColwiseParallel(),
@@ -40,3 +44,10 @@ def plan_of_block() -> TensorParallelPlan:
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "feed_forward.w3": ColwiseParallel(),
     }
+
+
+def decoder_plan(
+    args: DecoderArgs, loss_parallel: bool, qk_norm: bool
+) -> tuple[TensorParallelPlan, list[TensorParallelPlan]]:
+    """Of a dense family: (the plan outside the blocks, the plan of each block)."""
+    return plan_outside_blocks(loss_parallel), [plan_of_block(qk_norm) for _ in range(args.n_layers)]

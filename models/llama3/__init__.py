@@ -1,16 +1,15 @@
 """The Llama 3 family: its flavors and `ModelSpec`. `model.py` is the model, `hf.py` HuggingFace's names."""
 
-import torch
-from torch import nn
+from functools import partial
 
-from models import ModelSpec, Parts, TensorParallelPlan
-from models.flops import attention_flops, linear_flops
+from models import ModelSpec
+from models.decoder import decoder_flops, decoder_parts, divisible_heads
 from models.layers import RopeScaling, qk_heads
 from models.llama3.hf import Llama3HFNameMap
-from models.llama3.model import Llama3, Llama3Args, TransformerBlock
-from models.tensor_parallel import plan_of_block, plan_outside_blocks
+from models.llama3.model import Llama3, Llama3Args
+from models.tensor_parallel import decoder_plan
 
-__all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavors", "spec"]
+__all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "flavors", "spec"]
 
 _VOCAB_SIZE = 128_256
 _MAX_SEQ_LEN = 131_072
@@ -80,31 +79,14 @@ flavors: dict[str, Llama3Args] = {
     ),
 }
 
-
-def _parts(model: Llama3) -> Parts:
-    def block_inputs(seq_len: int) -> tuple[torch.Tensor]:
-        return (model.rope_table[:seq_len],)
-
-    return Parts(model.layers, (model.tok_embeddings,), model.norm, model.output, block_inputs)
-
-
-def _flops_per_token(model: nn.Module, args: Llama3Args, seq_len: int) -> int:
-    width = {"qk_dim": args.head_dim, "v_dim": args.head_dim}
-    return linear_flops(model) + attention_flops(n_layers=args.n_layers, n_heads=args.n_heads, seq_len=seq_len, **width)
-
-
-def _tensor_parallel_plan(args: Llama3Args, loss_parallel: bool) -> tuple[TensorParallelPlan, list[TensorParallelPlan]]:
-    return plan_outside_blocks(loss_parallel), [plan_of_block() for _ in range(args.n_layers)]
-
-
 spec = ModelSpec(
     name="llama3",
     flavors=flavors,
     build=Llama3,
-    parts=_parts,
-    flops_per_token=_flops_per_token,
+    parts=decoder_parts,
+    flops_per_token=decoder_flops,
     hf=Llama3HFNameMap(),
-    tensor_parallel_plan=_tensor_parallel_plan,
-    divisible=lambda args: {"n_heads": args.n_heads, "n_kv_heads": args.n_kv_heads},
+    tensor_parallel_plan=partial(decoder_plan, qk_norm=False),
+    divisible=divisible_heads,
     qk_heads=qk_heads,
 )
