@@ -8,12 +8,14 @@ the same code.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from models import AttentionHeads, HeadRows
 
 
 class RMSNorm(nn.Module):
@@ -165,6 +167,9 @@ _flex_attention = torch.compile(flex_attention)
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values, rotary positions, a causal mask and no biases.
 
+    Args:
+        qk_norm_eps: of a norm over each head of the queries and of the keys, before their rotation; None for no norms.
+
     Attributes:
         max_logits: fp32 [heads of this rank], the largest logits so far; None before `track_max_logits`. Every forward
             with gradients enabled raises them in place.
@@ -172,7 +177,9 @@ class Attention(nn.Module):
 
     max_logits: Tensor | None
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
@@ -182,6 +189,9 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.has_qk_norm = qk_norm_eps is not None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = RMSNorm(head_dim, qk_norm_eps), RMSNorm(head_dim, qk_norm_eps)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         """`x`: [batch, seq, dim], `rope`: [seq, head_dim] -> [batch, seq, dim]."""
@@ -190,6 +200,8 @@ class Attention(nn.Module):
         q = self.wq(x).view(batch, seq, -1, self.head_dim)
         k = self.wk(x).view(batch, seq, -1, self.head_dim)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, rope), apply_rotary(k, rope)
         if self.max_logits is not None and torch.is_grad_enabled():
             out, maxima = causal_attention_with_maxima(q, k, v)
@@ -203,6 +215,24 @@ class Attention(nn.Module):
         of this rank]."""
         self.max_logits = torch.zeros(self.n_heads // tensor_parallel_degree, device=device)
         return self.max_logits
+
+    def heads(self) -> AttentionHeads:
+        """The layer as QK-clip and the split into heads see it. A key that serves several query heads is left alone."""
+        width = self.head_dim
+        query, key = (HeadRows(f"{name}.weight", 0, width, width, 0.5) for name in ("wq", "wk"))
+        clipped = (query, key) if self.n_heads == self.n_kv_heads else (replace(query, exponent=1.0),)
+        return AttentionHeads(
+            self,
+            self.n_heads,
+            clipped=None if self.has_qk_norm else clipped,
+            split={"wq.weight": width, "wk.weight": width, "wv.weight": width},
+            track_max_logits=self.track_max_logits,
+        )
+
+
+def qk_heads(model: nn.Module) -> list[AttentionHeads]:
+    """Those of every `Attention` of a model: a family's `ModelSpec.qk_heads`."""
+    return [module.heads() for module in model.modules() if isinstance(module, Attention)]
 
 
 class FeedForward(nn.Module):

@@ -142,6 +142,20 @@ def test_every_key_reaches_the_optimizer(tmp_path):
         assert specs["layers.1.attention.wo.weight"].blocks is None
 
 
+def test_a_familys_rules_for_its_matrices(tmp_path):
+    rule = {"name": "*.w2.weight", "set": {"transposed": True}}
+    family = dataclasses.replace(llama3, matrices=lambda args: [rule] * (args == ARGS))
+    with one_rank() as meshes:
+        with torch.device("meta"):
+            model = Llama3(ARGS)
+        parallelize(model, meshes, family, config_of(tmp_path, "", "--dmuon.split_heads", "true"))
+        specs = {dp.fqn: dp.spec for dp in dmuon.get_dedicated_params(model)}
+    assert {fqn for fqn, spec in specs.items() if spec.transposed} == {
+        f"layers.{i}.feed_forward.w2.weight" for i in (0, 1)
+    }
+    assert specs["layers.1.attention.wq.weight"].blocks is not None
+
+
 def test_plan_is_untouched_by_the_new_keys():
     config = load_config([])
     assert plan_dedication(Llama3(ARGS), config.dmuon)["layers.0.attention.wq.weight"].muon

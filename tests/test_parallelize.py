@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
-from models.llama3 import Llama3, Llama3Args
-from models.llama3 import spec as llama3
+from models import get_model_spec
+from models.llama3 import Llama3Args
+from models.qwen3 import Qwen3Args
 from tests.support.harness import assert_same, full_weights, weights_of
 from tests.support.oracle import OracleMuon
 from tests.support.pool import distributed
@@ -30,22 +31,23 @@ def test_one_key_governs_all_weights_unless_dmuon_has_its_own(fsdp, dmuon_own, e
     assert reshards_matrices(config) is expected
 
 
-ARGS = Llama3Args(
-    dim=128, n_layers=2, n_heads=4, n_kv_heads=4, ffn_hidden_dim=160, vocab_size=67, max_seq_len=16,
-    tie_embeddings=True, init_std=0.1,
-)  # fmt: skip
+_SHAPE = {
+    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_hidden_dim": 160, "vocab_size": 67,
+    "max_seq_len": 16, "tie_embeddings": True, "init_std": 0.1,
+}  # fmt: skip
+ARGS = {"llama3": Llama3Args(**_SHAPE), "qwen3": Qwen3Args(**_SHAPE, head_dim=48)}
 LR, STEPS = 5e-3, 3
 
 
 def made_batch(step):
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(ARGS.vocab_size, (3, 17), generator=generator)
+    tokens = torch.randint(67, (3, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def one_process(config):
     """(losses, weights) after ``STEPS`` steps."""
-    model = Llama3(ARGS)
+    model = get_model_spec(config.model.name).build(ARGS[config.model.name])
     assert model.output.weight is model.tok_embeddings.weight
     opt = config.optimizer
     optimizer = OracleMuon(
@@ -62,21 +64,24 @@ def one_process(config):
     return losses, weights_of(model)
 
 
+@pytest.mark.parametrize("family", ARGS)
 @pytest.mark.parametrize(("others", "split_loss"), [("fsdp2", True), ("dedicated", False)])
 @distributed(world=2, timeout=120, new_processes=True)
-def test_a_tied_model_under_tensor_parallelism(rank, world, others, split_loss):
+def test_a_tied_model_under_tensor_parallelism(rank, world, family, others, split_loss):
     """Head and embedding are one DTensor, whose gradients of both uses add up. Two does not divide the vocabulary."""
     config = load_config(
-        ["--parallelism.tensor_parallel_degree", "2", "--dmuon.others", others, "--optimizer.lr", str(LR),
+        ["--model.name", family, "--parallelism.tensor_parallel_degree", "2", "--dmuon.others", others,
+         "--optimizer.lr", str(LR),
          "--parallelism.disable_loss_parallel", str(not split_loss).lower(),
          "--training.mixed_precision_param", "float32", "--optimizer.eps", "1e-4",
          "--activation_checkpoint.mode", "none"]
     )  # fmt: skip
     meshes = ParallelDims.from_config(config.parallelism, world).build(torch.device("cpu"))
+    spec, args = get_model_spec(family), ARGS[family]
     with torch.device("meta"):
-        model = Llama3(ARGS)
-    parallelize(model, meshes, llama3, config)
-    initial = weights_of(Llama3(ARGS))
+        model = spec.build(args)
+    parallelize(model, meshes, spec, config)
+    initial = weights_of(spec.build(args))
     dmuon.materialize(model, lambda fqn, tensor: tensor.copy_(initial[fqn]), torch.device("cpu"))
     model.init_buffers("cpu")
     optimizer = build_optimizer(model, config)

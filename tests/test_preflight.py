@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.private import huggingface_names_in_a_block
+from models.llama3 import Llama3HFNameMap
 from tests.support.training import write_corpus
 from torchtitan_dmuon import preflight
 from torchtitan_dmuon.checkpoint.directory import CHECKSUMS_FILE
@@ -142,11 +142,9 @@ def test_a_run_that_goes_on_needs_its_first_weights_no_more(folder):
 
 
 def test_a_parameter_without_a_huggingface_name(folder, monkeypatch):
-    monkeypatch.delitem(huggingface_names_in_a_block(), "attention.wo.weight")
-    export = ["--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
-    told = found(1, *export)
-    assert len(told) == 6 and told[0].startswith("checkpoint.last_save_in_hf: 'layers.0.attention.wo.weight' is not a")
-    assert found(1) == []
+    monkeypatch.delitem(Llama3HFNameMap.in_block, "attention.wo.weight")
+    told = found(1)
+    assert len(told) == 6 and told[0].startswith("model.name: 'layers.0.attention.wo.weight' is not a parameter of")
 
 
 def test_everything_at_once_before_torchrun(folder):

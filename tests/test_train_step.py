@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models import get_model_spec
 from models.llama3 import Llama3
 from tests.support.oracle import OracleMuon
 from tests.support.training import TINY, tiny, train, write_corpus
+from torchtitan_dmuon import trainer
 from torchtitan_dmuon.initialization import seeded_init
 from torchtitan_dmuon.trainer import Trainer
 
@@ -136,3 +138,21 @@ def test_gradients_go_on_once_a_step(tmp_path, others, units):
         for step in steps:
             assert step["exchanges"]["dmuon_reduce_tp"] == units, step
             assert step["exchanges"]["dmuon_publish_tp"] == units, step
+
+
+class Told(Trainer):
+    """The family's ``after_build`` is called with what was built."""
+
+    def __init__(self, *args):
+        told = []
+        spec = dataclasses.replace(get_model_spec("llama3"), after_build=lambda *given: told.append(given))
+        with mock.patch.object(trainer, "get_model_spec", lambda name: spec):
+            super().__init__(*args)
+        assert told == [(self.model, self.optimizer, self.meshes)]
+
+
+def test_a_family_is_told_when_everything_is_built(tmp_path):
+    write_corpus(tmp_path / "corpus", documents=4)
+    options = {"training__steps": 1, "lr_scheduler__warmup_steps": 1, "checkpoint__enable": False}
+    done = train(1, *tiny(tmp_path, **options), trainer=Told)
+    assert done.codes == [0] and list(done.steps) == [1], done.output

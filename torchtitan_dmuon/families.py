@@ -23,7 +23,7 @@ if _ORIGIN is None or Path(_ORIGIN).resolve() != _OURS:
         "sys.path, as ./run_train.sh does"
     )
 
-from models import HFNameMap, ModelSpec, get_model_args, get_model_spec  # noqa: E402
-from models.layers import Attention  # noqa: E402
+from models import AttentionHeads, HFNameMap, ModelSpec, Parts, get_model_args, get_model_spec  # noqa: E402
+from models.check import undescribed  # noqa: E402
 
-__all__ = ["Attention", "HFNameMap", "ModelSpec", "get_model_args", "get_model_spec"]
+__all__ = ["AttentionHeads", "HFNameMap", "ModelSpec", "Parts", "get_model_args", "get_model_spec", "undescribed"]

@@ -12,7 +12,6 @@ from torch import nn
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.families import get_model_spec
-from torchtitan_dmuon.flops import num_flops_per_token, num_matmul_parameters
 from torchtitan_dmuon.initialization import seeded_init
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.parallel import Meshes, parallelize
@@ -32,14 +31,7 @@ def build_model(config: JobConfig, args: Any, meshes: Meshes) -> tuple[nn.Module
     spec = get_model_spec(config.model.name)
     with torch.device("meta"):
         model = spec.build(args)
-    flops_per_token = num_flops_per_token(
-        num_matmul_parameters(model),
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        qk_dim=args.head_dim,
-        v_dim=args.head_dim,
-        seq_len=config.training.seq_len,
-    )
+    flops_per_token = spec.flops_per_token(model, args, config.training.seq_len)
     total = sum(param.numel() for param in model.parameters())
     logger.info(
         "Model %s %s: %s parameters, %.3g FLOPs a token",

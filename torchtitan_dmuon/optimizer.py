@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.clock import Clock, Stopwatch
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
-from torchtitan_dmuon.families import Attention
+from torchtitan_dmuon.families import AttentionHeads, get_model_spec
 from torchtitan_dmuon.parallel import Meshes
 
 _BASE_GROUP = "base"
@@ -37,7 +37,8 @@ def build_optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimize
         )
     qk_clip = None
     if section.qk_clip_threshold is not None:
-        qk_clip = track_attention(model, section.qk_clip_threshold, config.parallelism.tensor_parallel_degree)
+        degree = config.parallelism.tensor_parallel_degree
+        qk_clip = track_attention(model, clipped_heads(model, config), section.qk_clip_threshold, degree)
     try:
         return dmuon.Muon(
             model,
@@ -107,17 +108,38 @@ def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
     return {"params": group["params"], "group_name": group["group_name"], **chosen}
 
 
-def track_attention(model: nn.Module, threshold: float, tensor_parallel_degree: int) -> dmuon.QKClip:
+def clipped_heads(model: nn.Module, config: JobConfig) -> list[AttentionHeads]:
+    """The attention layers that QK-clip acts on: all of them.
+
+    Raises:
+        ConfigError: a layer whose logits do not follow from the size of its weights.
+    """
+    layers = list(get_model_spec(config.model.name).qk_heads(model))
+    if not layers or any(heads.clipped is None for heads in layers):
+        problem = f"QK-clip changes no logit of {config.model.name}, which normalises queries and keys: leave it out"
+        raise ConfigError("dmuon.qk_clip_threshold", None, problem)
+    return layers
+
+
+def track_attention(
+    model: nn.Module, layers: list[AttentionHeads], threshold: float, tensor_parallel_degree: int
+) -> dmuon.QKClip:
     """Have every attention layer note its largest logits, for QK-clip."""
     device = next(model.parameters()).device
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            fqn = dmuon.canonical_fqn(name)
-            maxima = module.track_max_logits(device, tensor_parallel_degree)
-            heads = (module.n_heads, module.n_kv_heads, module.head_dim)
-            layers.append(dmuon.attention_heads(maxima, f"{fqn}.wq.weight", f"{fqn}.wk.weight", *heads))
-    return dmuon.QKClip(layers, threshold)
+    names = {module: dmuon.canonical_fqn(name) for name, module in model.named_modules()}
+    tracked = []
+    for heads in layers:
+        maxima = heads.track_max_logits(device, tensor_parallel_degree)
+        weights = [
+            dmuon.HeadWeights(
+                f"{names[heads.attention]}.{rows.weight}",
+                dmuon.Block(rows.start, rows.size, heads.n_heads, rows.stride),
+                rows.exponent,
+            )
+            for rows in heads.clipped
+        ]
+        tracked.append(dmuon.QKClipLayer(maxima, tuple(weights)))
+    return dmuon.QKClip(tracked, threshold)
 
 
 class TimedNewtonSchulz(dmuon.NewtonSchulz):

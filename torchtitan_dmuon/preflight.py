@@ -22,13 +22,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.checkpoint.directory import STATE_FILE, complete_steps, incomplete_because
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems, read_config
 from torchtitan_dmuon.config.sources import plan_sources
 from torchtitan_dmuon.data import DataError, LoaderConfig, Tokenizer, build_tokenizer, find_corpus
-from torchtitan_dmuon.families import get_model_args, get_model_spec
-from torchtitan_dmuon.optimizer import build_newton_schulz, group_parameters
+from torchtitan_dmuon.families import get_model_args, get_model_spec, undescribed
+from torchtitan_dmuon.optimizer import build_newton_schulz, clipped_heads, group_parameters
 from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.parallel.parallelize import plan_dedication
 from torchtitan_dmuon.run_folder import held_by_another
@@ -227,13 +226,11 @@ def _check_vocabulary(config: JobConfig, model_args: Any, tokenizer: Tokenizer |
 
 
 def _check_split(config: JobConfig, model_args: Any) -> None:
-    """Tensor parallelism splits heads, and between the blocks sequences."""
+    """Tensor parallelism splits sizes of the model, and between the blocks sequences."""
     degree = config.parallelism.tensor_parallel_degree
-    sizes = {
-        "the model's n_heads": model_args.n_heads,
-        "the model's n_kv_heads": model_args.n_kv_heads,
-        "training.seq_len": config.training.seq_len,
-    }
+    divisible = get_model_spec(config.model.name).divisible(model_args)
+    sizes = {f"the model's {name}": size for name, size in divisible.items()}
+    sizes["training.seq_len"] = config.training.seq_len
     if config.validation.enable:
         sizes["validation.seq_len"] = config.validation.seq_len
     uneven = Problems()
@@ -248,11 +245,13 @@ def _check_split(config: JobConfig, model_args: Any) -> None:
 
 
 def _check_names(config: JobConfig, model_args: Any, problems: Problems) -> None:
-    """Patterns match parameters of the model, and each parameter has a HuggingFace name if the run exports them."""
+    """Patterns match parameters of the model, QK-clip acts on it, and its family describes each parameter."""
     spec = get_model_spec(config.model.name)
     with torch.device("meta"):
         model = spec.build(model_args)
     found = Problems()
+    for problem in undescribed(spec, model, model_args):
+        found.add(ConfigError("model.name", None, problem))
     patterns = ("dmuon.include", "dmuon.exclude", "dmuon.min_matrix_dim")
     if config.optimizer.name == "DMuon" and problems.sound("optimizer.name", *patterns):
         with found.collect():
@@ -260,11 +259,9 @@ def _check_names(config: JobConfig, model_args: Any, problems: Problems) -> None
     if problems.sound("optimizer.param_groups"):
         with found.collect():
             group_parameters(model, config.optimizer.param_groups)
-    for name, _ in model.named_parameters() if config.checkpoint.last_save_in_hf else ():
-        try:
-            spec.hf.to_hf(dmuon.canonical_fqn(name))
-        except ValueError as error:
-            found.add(ConfigError("checkpoint.last_save_in_hf", None, str(error)))
+    if config.optimizer.name == "DMuon" and config.dmuon.qk_clip_threshold is not None:
+        with found.collect():
+            clipped_heads(model, config)
     found.raise_if_any()
 
 

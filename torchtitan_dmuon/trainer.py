@@ -17,6 +17,7 @@ from torchtitan_dmuon.checks import Checked, check_alone, check_together
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.data import IGNORE_INDEX, TokenLoader
 from torchtitan_dmuon.distributed import all_reduce, init_distributed, set_determinism, world_from_env
+from torchtitan_dmuon.families import get_model_spec
 from torchtitan_dmuon.guard import NonFiniteError, StepGuard
 from torchtitan_dmuon.hang import HangWatch
 from torchtitan_dmuon.logging import logger
@@ -78,6 +79,7 @@ class Trainer:
         self.loss_fn = build_loss(config.compile)
         self.loss_context = loss_parallel if uses_loss_parallel(config) else contextlib.nullcontext
         self.optimizer = build_optimizer(self.model, config)
+        get_model_spec(config.model.name).after_build(self.model, self.optimizer, self.meshes)
         if self.uses_muon:
             logger.info("Newton-Schulz: %s", self.optimizer.newton_schulz)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import JobConfig
+from torchtitan_dmuon.families import get_model_spec
 from torchtitan_dmuon.metrics import MetricsLogger, RunFacts
 from torchtitan_dmuon.optimizer import base_group
 from torchtitan_dmuon.parallel import Meshes
@@ -53,6 +54,5 @@ def build_metrics(
     if metrics.enable_tensorboard or metrics.enable_wandb:
         routes = RouteFigures(model, optimizer, meshes.groups, meshes.device)
     writers = open_writers(config, folder, facts.rank, step, tokens)
-    return MetricsLogger(
-        metrics, facts, model.layers, writers, routes, optimizer.newton_schulz.watch if uses_muon else None
-    )
+    blocks = get_model_spec(config.model.name).parts(model).blocks
+    return MetricsLogger(metrics, facts, blocks, writers, routes, optimizer.newton_schulz.watch if uses_muon else None)

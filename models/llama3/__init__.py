@@ -1,12 +1,15 @@
 """The Llama 3 family: its flavors and `ModelSpec`. `model.py` is the model, `hf.py` HuggingFace's names."""
 
-from models import ModelSpec
-from models.layers import RopeScaling
-from models.llama3.hf import Llama3HFNameMap
-from models.llama3.model import Llama3, Llama3Args, TransformerBlock
-from models.llama3.tensor_parallel import tensor_parallel_plan
+from functools import partial
 
-__all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "TransformerBlock", "flavors", "spec"]
+from models import ModelSpec
+from models.decoder import decoder_flops, decoder_parts, divisible_heads
+from models.layers import RopeScaling, qk_heads
+from models.llama3.hf import Llama3HFNameMap
+from models.llama3.model import Llama3, Llama3Args
+from models.tensor_parallel import decoder_plan
+
+__all__ = ["Llama3", "Llama3Args", "Llama3HFNameMap", "flavors", "spec"]
 
 _VOCAB_SIZE = 128_256
 _MAX_SEQ_LEN = 131_072
@@ -80,6 +83,10 @@ spec = ModelSpec(
     name="llama3",
     flavors=flavors,
     build=Llama3,
+    parts=decoder_parts,
+    flops_per_token=decoder_flops,
     hf=Llama3HFNameMap(),
-    tensor_parallel_plan=tensor_parallel_plan,
+    tensor_parallel_plan=partial(decoder_plan, qk_norm=False),
+    divisible=divisible_heads,
+    qk_heads=qk_heads,
 )

@@ -20,7 +20,8 @@ from models.layers import (
     rope_table,
 )
 from models.llama3 import Llama3, Llama3Args, Llama3HFNameMap, flavors
-from torchtitan_dmuon.initialization import parameter_seed, seeded_init
+from tests.support.twins import assert_equal_to_twin, hf_twin
+from torchtitan_dmuon.initialization import seeded_init
 
 HF = Llama3HFNameMap()
 
@@ -46,42 +47,9 @@ def _tokens(args: Llama3Args, batch: int = 2, seq_len: int = 400) -> torch.Tenso
     return torch.randint(args.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(1))
 
 
-def _hf_twin(model: Llama3) -> LlamaForCausalLM:
-    """HuggingFace's model with the same weights; its norms and ours are made non-trivial first."""
-    with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                generator = torch.Generator().manual_seed(parameter_seed(7, fqn))
-                parameter.uniform_(0.5, 1.5, generator=generator)
-    config = LlamaConfig(**HF.hf_config(model.args), attn_implementation="eager")
-    twin = LlamaForCausalLM(config)
-    weights = {HF.to_hf(fqn): parameter.detach().clone() for fqn, parameter in model.named_parameters()}
-    missing, unexpected = twin.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert missing == (["lm_head.weight"] if model.args.tie_embeddings else [])
-    return twin
-
-
 @pytest.mark.parametrize("args", ARGS.values(), ids=ARGS)
 def test_logits_and_gradients_equal_huggingface(args):
-    model = Llama3(args)
-    twin = _hf_twin(model)
-    tokens = _tokens(args)
-    ours, theirs = model(tokens), twin(tokens).logits
-    assert ours.shape == (2, 400, args.vocab_size)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-    for logits in (ours, theirs):
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    expected = dict(twin.named_parameters())
-    for fqn, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad,
-            expected[HF.to_hf(fqn)].grad,
-            atol=1e-6,
-            rtol=1e-4,
-            msg=lambda m, fqn=fqn: f"{fqn}: {m}",
-        )
+    assert_equal_to_twin(Llama3(args), HF, _tokens(args))
 
 
 def test_rope_scaling_changes_the_logits_it_is_tested_on():
@@ -105,7 +73,7 @@ def test_rope_table_equals_huggingface_for_the_released_figures(flavor):
 def test_bf16_equals_huggingface_block_for_block():
     """The same roundings at the same places; only the attention kernels differ."""
     model = _materialise(SCALED)
-    twin = _hf_twin(model).bfloat16()
+    twin = hf_twin(model, HF).bfloat16()
     model.bfloat16()
     x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     block, hf_block = model.layers[0], twin.model.layers[0]

@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-from models.llama3 import hf
 from torchtitan_dmuon.checkpoint import saving
 from torchtitan_dmuon.dmuon import Muon
 from torchtitan_dmuon.dmuon.optimizer import groups
@@ -96,8 +95,3 @@ def known_linears() -> set[str]:
 def find_inf_on_device(trainer: Trainer) -> None:
     """Makes the trainer leave its flag of a step that is not finite on the device, as fused optimizers on CUDA do."""
     trainer._found_inf_on_device = True
-
-
-def huggingface_names_in_a_block() -> dict[str, str]:
-    """The table that Llama 3 reads: name of a parameter of a block -> HuggingFace's name of it."""
-    return hf._IN_BLOCK

@@ -15,14 +15,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
-from models.llama3 import Llama3Args, flavors
+from models import get_model_spec
+from models.llama3 import Llama3Args
+from models.qwen3 import Qwen3Args
 from tests.support.pool import Job, free_port, run_in_new_processes, warm_context
 from torchtitan_dmuon.trainer import Trainer
 
-# What ``tiny`` trains: the debug model with matrices of an eighth and half of its blocks, known to this file's runs.
-TINY = Llama3Args(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, ffn_hidden_dim=320, max_seq_len=2048)
+# What ``tiny`` trains in each family: its debug model with matrices of an eighth and half of its blocks. Known to this
+# file's runs.
+_SHAPE = {"dim": 128, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_hidden_dim": 320, "max_seq_len": 2048}
+TINY = Llama3Args(**_SHAPE)
+_FAMILIES = {"llama3": TINY, "qwen3": Qwen3Args(**_SHAPE, head_dim=64)}
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,14 +55,20 @@ def write_corpus(folder: Path, documents: int = 40) -> str:
     return str(folder / "*.txt")
 
 
+def add_tiny_flavors() -> None:
+    """In a process that runs nothing but ``train.py``: the flavor ``tiny`` of every family."""
+    for name, args in _FAMILIES.items():
+        get_model_spec(name).flavors["tiny"] = args
+
+
 def _main(rank: int, world: int, arguments: list[str], port: int, folder: str, trainer: type[Trainer]) -> None:
     """In a pool worker: ``train.py``'s main with the environment torchrun would give it."""
     import train
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    known = mock.patch.dict(flavors, tiny=TINY)
-    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log), known:
+    add_tiny_flavors()
+    with open(f"{folder}/{rank}.log", "w") as log, contextlib.redirect_stderr(log):
         try:
             code = train.main([argument.replace("%RANK%", str(rank)) for argument in arguments], trainer)
         except BaseException:
@@ -96,7 +106,7 @@ def _launch(launcher: str, arguments: list[str], output: str, trainer: type[Trai
     os.dup2(file, 2)
     os.chdir(ROOT)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    flavors["tiny"] = TINY
+    add_tiny_flavors()
     importlib.import_module("torchtitan_dmuon.trainer").Trainer = trainer
     sys.exit(importlib.import_module(launcher).main(["--start-method", "fork", "--run-path", *arguments]))
 

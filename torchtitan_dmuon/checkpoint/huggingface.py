@@ -140,9 +140,9 @@ def read_huggingface(folder: Path, checkpoint: Path, names: HFNameMap, dtype: to
                 state[f"model.{fqn}"] = torch.empty(part.get_shape(), dtype=kind, device="meta")
                 places[f"model.{fqn}"] = (file, name)
 
-    if tied and "model.output.weight" in state:
+    if tied and f"model.{names.head}" in state:
         check_tied_head(folder, names)
-        del state["model.output.weight"]
+        del state[f"model.{names.head}"]
 
     def read(fqn: str) -> torch.Tensor:
         file, name = places[fqn]
@@ -175,7 +175,7 @@ def check_tied_head(folder: Path, names: HFNameMap, part: int = 0, parts: int = 
     word. Compares the run of rows ``part`` of ``parts``. Raises ValueError."""
     from safetensors import safe_open
 
-    head, embedding = names.to_hf("output.weight"), names.to_hf("tok_embeddings.weight")
+    head, embedding = names.to_hf(names.head), names.to_hf(names.embedding)
     with contextlib.ExitStack() as stack:
         found = {}
         for file in sorted(folder.glob("*.safetensors")):

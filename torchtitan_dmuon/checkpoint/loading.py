@@ -120,8 +120,9 @@ def load_huggingface(path: Path, contents: Contents, group: dist.ProcessGroup) -
             metadata = reader.read_metadata()
             names = _hf_names(metadata, contents)
             _check_hf_config(path, contents)
-            stores_head = contents.hf_names.to_hf("output.weight") in metadata.state_dict_metadata
-            if stores_head and ("output.weight" not in names or is_tied(path)):
+            head = contents.hf_names.head
+            stores_head = contents.hf_names.to_hf(head) in metadata.state_dict_metadata
+            if stores_head and (head not in names or is_tied(path)):
                 check_tied_head(path, contents.hf_names, dist.get_rank(), dist.get_world_size())
     except ImportError:
         problem = "reading it needs the package safetensors (extra hf): pip install safetensors"
@@ -164,17 +165,15 @@ def _hf_names(metadata: Metadata, contents: Contents) -> dict[str, str]:
         fqn = contents.hf_names.from_hf(name)
         if fqn is not None:
             there[fqn] = (name, tuple(entry.size))
-    shapes = contents.shapes()
+    shapes, head = contents.shapes(), contents.hf_names.head
     for fqn, shape in shapes.items():
         if fqn not in there:
-            advice = (
-                "; its head is its embedding: choose a model.flavor that ties them" if fqn == "output.weight" else ""
-            )
+            advice = "; its head is its embedding: choose a model.flavor that ties them" if fqn == head else ""
             raise ValueError(f"it lacks {contents.hf_names.to_hf(fqn)}, which {contents.model_name} has{advice}")
         if there[fqn][1] != shape:
             raise ValueError(f"{there[fqn][0]} is {list(there[fqn][1])} there, {contents.model_name} has {list(shape)}")
     # A tied head may be stored all the same (``check_tied_head``); anything else that is left over is another model's.
-    tied = {fqn for fqn in there if fqn not in shapes and fqn == "output.weight"}
+    tied = {head} - shapes.keys()
     if extra := sorted(there.keys() - shapes.keys() - tied):
         raise ValueError(f"it has {there[extra[0]][0]}, which {contents.model_name} lacks")
     return {fqn: there[fqn][0] for fqn in shapes}

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan_dmuon import dmuon
 from torchtitan_dmuon.config import ConfigError, JobConfig, Problems
 from torchtitan_dmuon.config.job_config import Compile, DMuon, Parallelism, Training
-from torchtitan_dmuon.families import Attention, ModelSpec
+from torchtitan_dmuon.families import ModelSpec, Parts
 from torchtitan_dmuon.logging import logger
 from torchtitan_dmuon.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_dmuon.parallel.dims import Meshes
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parallelize(model: nn.Module, meshes: Meshes, spec: ModelSpec, config: JobConfig) -> nn.Module:
-    """Prepare ``model`` (on meta, with its blocks in ``model.layers``) for training. Collective.
+    """Prepare ``model`` (on meta, built by ``spec``) for training. Collective.
 
     Afterwards the parameters are allocated by :func:`torchtitan_dmuon.dmuon.state.materialize`.
 
@@ -36,13 +36,14 @@ def parallelize(model: nn.Module, meshes: Meshes, spec: ModelSpec, config: JobCo
     plan = plan_dedication(model, config.dmuon) if uses_dmuon else {}
     if meshes.tp is not None:
         apply_tensor_parallelism(model, meshes.tp, spec, loss_parallel=uses_loss_parallel(config))
-    apply_activation_checkpointing(model.layers, config.activation_checkpoint)
-    apply_compile(model.layers, config.compile)
+    parts = spec.parts(model)
+    apply_activation_checkpointing(parts.blocks, config.activation_checkpoint)
+    apply_compile(parts.blocks, config.compile)
     if uses_dmuon:
-        apply_dedication(model, meshes, plan, config)
+        apply_dedication(model, meshes, plan, spec, config)
     if not (uses_dmuon and config.dmuon.others == "dedicated"):
         ignored = dmuon.ignored_params(model) if uses_dmuon else set()
-        apply_fsdp(model, meshes.fsdp, config.parallelism, config.training, ignored)
+        apply_fsdp(model, parts, meshes.fsdp, config.parallelism, config.training, ignored)
     return model
 
 
@@ -53,10 +54,10 @@ def uses_loss_parallel(config: JobConfig) -> bool:
 
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, spec: ModelSpec, loss_parallel: bool) -> None:
     """Split every layer over ``mesh``, with sequence parallelism between them."""
-    outside, block_plan = spec.tensor_parallel_plan(loss_parallel)
+    outside, in_blocks = spec.tensor_parallel_plan(model.args, loss_parallel)
     parallelize_module(model, mesh, outside)
-    for block in model.layers:
-        parallelize_module(block, mesh, block_plan)
+    for block, plan in zip(spec.parts(model).blocks, in_blocks, strict=True):
+        parallelize_module(block, mesh, plan)
     model.tie_weights()  # embedding and head were distributed one by one
     logger.info(
         "Applied tensor parallelism over %d ranks, with sequence%s parallelism",
@@ -105,15 +106,16 @@ def apply_compile(blocks: nn.ModuleList, config: Compile) -> None:
     logger.info("Compiled each block with torch.compile (%s)", config.backend)
 
 
-def dedication(model: nn.Module, plan: dict[str, dmuon.Decision], config: JobConfig) -> dict[str, Any]:
+def dedication(model: nn.Module, plan: dict[str, dmuon.Decision], spec: ModelSpec, config: JobConfig) -> dict[str, Any]:
     """The arguments of ``dmuon.dedicate_params`` that say which parameters get an owner, and on which route."""
     everything = config.dmuon.others == "dedicated"
-    shared = {name for name in plan if name.startswith(("tok_embeddings.", "output."))}
+    parts = spec.parts(model)
+    shared = {id(param) for module in (*parts.embeddings, parts.head) for param in module.parameters()}
 
     def route(name: str, param: nn.Parameter) -> str:
         if plan[name].muon:
             return "muon"
-        return "sharded_adamw" if name in shared else "adamw"
+        return "sharded_adamw" if id(param) in shared else "adamw"
 
     return {
         "predicate": lambda name, param: everything or plan[name].muon,
@@ -125,12 +127,15 @@ def dedication(model: nn.Module, plan: dict[str, dmuon.Decision], config: JobCon
                 "grad_dtype": DTYPES[config.training.mixed_precision_reduce],
                 "cast_forward_inputs": False,  # blocks also get the rotary table, which stays float32
             },
-            "overrides": head_splits(model, plan) if config.dmuon.split_heads else [],
+            "overrides": spec.matrices(model.args)
+            + (head_splits(model, plan, spec) if config.dmuon.split_heads else []),
         },
     }
 
 
-def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Decision], config: JobConfig) -> None:
+def apply_dedication(
+    model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Decision], spec: ModelSpec, config: JobConfig
+) -> None:
     """Give every planned matrix its owner. Before FSDP2, which then manages only the rest (if there is any)."""
     try:
         assignment = dmuon.dedicate_params(
@@ -141,7 +146,7 @@ def apply_dedication(model: nn.Module, meshes: Meshes, plan: dict[str, dmuon.Dec
             reshard_after_forward=reshards_matrices(config),
             prefetch=config.dmuon.prefetch,
             process_group_policy=config.dmuon.process_group_policy,
-            **dedication(model, plan, config),
+            **dedication(model, plan, spec, config),
         )
     except ValueError as error:  # found on every rank, before the first collective
         raise ConfigError("[dmuon]", None, str(error)) from None
@@ -166,20 +171,21 @@ def reshards_matrices(config: JobConfig) -> bool:
     return config.parallelism.fsdp_reshard_after_forward != "never"
 
 
-def head_splits(model: nn.Module, plan: dict[str, dmuon.Decision]) -> list[dict[str, Any]]:
+def head_splits(model: nn.Module, plan: dict[str, dmuon.Decision], spec: ModelSpec) -> list[dict[str, Any]]:
     """Policy rules (of ``dmuon.dedicate_params``) that cut query, key and value into a matrix for each head."""
+    names = {module: dmuon.canonical_fqn(name) for name, module in model.named_modules()}
     rules = []
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            weights = [f"{dmuon.canonical_fqn(name)}.{leaf}.weight" for leaf in ("wq", "wk", "wv")]
-            chosen = [f"re:^{re.escape(weight)}$" for weight in weights if plan[weight].muon]
-            if chosen:
-                rules.append({"name": chosen, "set": {"blocks": dmuon.split_heads(module.head_dim)}})
+    for heads in spec.qk_heads(model):
+        for weight, rows in heads.split.items():
+            fqn = f"{names[heads.attention]}.{weight}"
+            if plan[fqn].muon:
+                rules.append({"name": f"re:^{re.escape(fqn)}$", "set": {"blocks": dmuon.split_heads(rows)}})
     return rules
 
 
 def apply_fsdp(
     model: nn.Module,
+    parts: Parts,
     mesh: DeviceMesh,
     parallelism: Parallelism,
     training: Training,
@@ -196,13 +202,14 @@ def apply_fsdp(
         "reshard_after_forward": parallelism.fsdp_reshard_after_forward != "never",
         "ignored_params": ignored_params,
     }
-    for block in model.layers:
+    for block in parts.blocks:
         fully_shard(block, **options)
-    if model.output.weight is not model.tok_embeddings.weight:  # a tied weight has to stay in one group
-        fully_shard(model.tok_embeddings, **options)
+    if not parts.is_tied:  # a tied weight has to stay in one group
+        for embedding in parts.embeddings:
+            fully_shard(embedding, **options)
         # Backward needs the head first: freeing it after forward saves nothing.
         reshard_head = parallelism.fsdp_reshard_after_forward == "always"
-        fully_shard([model.norm, model.output], **{**options, "reshard_after_forward": reshard_head})
+        fully_shard([parts.norm, parts.head], **{**options, "reshard_after_forward": reshard_head})
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.config.job_config import ActivationCheckpoint
+from torchtitan_dmuon.families import Parts
 from torchtitan_dmuon.loss import cross_entropy_sum
 from torchtitan_dmuon.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_dmuon.parallel.parallelize import DTYPES, uses_loss_parallel
@@ -109,38 +110,38 @@ class _BlockOnMeta(nn.Module):
             return self._block(*args)
 
 
-def plan_activations(model: nn.Module, config: JobConfig) -> Activations:
-    """Those of one micro-batch of ``config`` on a rank. ``model`` is on meta, plain, with its blocks in ``layers``."""
+def plan_activations(parts: Parts, config: JobConfig) -> Activations:
+    """Those of one micro-batch of ``config`` on a rank. ``parts`` are those of a plain model on meta."""
     checkpointing, compiled = config.activation_checkpoint, config.compile
     columns = config.parallelism.tensor_parallel_degree
     if compiled.enable and "model" in compiled.components and checkpointing.mode == "none":
         checkpointing = _LIKE_COMPILED
-    layers, every = len(model.layers), 1
+    layers, every = len(parts.blocks), 1
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op":
         every, checkpointing = int(checkpointing.selective_ac_option), dataclasses.replace(checkpointing, mode="full")
-    saved, recomputed = _block(model, config, checkpointing)
+    saved, recomputed = _block(parts, config, checkpointing)
     total = layers * saved
     if every > 1:
-        plain = _block(model, config, dataclasses.replace(checkpointing, mode="none"))
+        plain = _block(parts, config, dataclasses.replace(checkpointing, mode="none"))
         checkpointed = math.ceil(layers / every)
         total = checkpointed * saved + (layers - checkpointed) * plain[0]
         recomputed = max(recomputed, plain[1])
-    head = _head(model, config)
+    head = _head(parts, config)
     if uses_loss_parallel(config):
         head //= columns
     return Activations(total, total // layers, recomputed, head)
 
 
-def _shape(model: nn.Module, config: JobConfig) -> tuple[int, int, int]:
-    return config.training.local_batch_size, config.training.seq_len, model.tok_embeddings.embedding_dim
+def _shape(parts: Parts, config: JobConfig) -> tuple[int, int, int]:
+    return config.training.local_batch_size, config.training.seq_len, parts.head.in_features
 
 
-def _block(model: nn.Module, config: JobConfig, checkpointing: ActivationCheckpoint) -> tuple[int, int]:
+def _block(parts: Parts, config: JobConfig, checkpointing: ActivationCheckpoint) -> tuple[int, int]:
     """(saved by one block, most beside the saved bytes in its backward), on a tensor-parallel rank."""
     dtype = DTYPES[config.training.mixed_precision_param]
-    shape, columns = _shape(model, config), config.parallelism.tensor_parallel_degree
+    shape, columns = _shape(parts, config), config.parallelism.tensor_parallel_degree
     full = math.prod(shape) * dtype.itemsize  # one activation of the model's width
-    both = [_run_blocks(model, count, shape, dtype, checkpointing) for count in (1, 2)]
+    both = [_run_blocks(parts, count, shape, dtype, checkpointing) for count in (1, 2)]
     saved = both[1][0] - both[0][0]
     recomputed = both[1][1] - both[1][0]
     if columns > 1:
@@ -154,27 +155,27 @@ def _block(model: nn.Module, config: JobConfig, checkpointing: ActivationCheckpo
 
 
 def _run_blocks(
-    model: nn.Module, count: int, shape: tuple[int, int, int], dtype: torch.dtype, checkpointing: ActivationCheckpoint
+    parts: Parts, count: int, shape: tuple[int, int, int], dtype: torch.dtype, checkpointing: ActivationCheckpoint
 ) -> tuple[int, int]:
     """(bytes saved by ``count`` blocks after forward, most bytes until the end of backward)."""
-    blocks = nn.ModuleList(_BlockOnMeta(_copy_on_meta(model.layers[0], dtype), dtype) for _ in range(count))
+    blocks = nn.ModuleList(_BlockOnMeta(_copy_on_meta(parts.blocks[0], dtype), dtype) for _ in range(count))
     # There is no random state on meta.
     apply_activation_checkpointing(blocks, dataclasses.replace(checkpointing, preserve_rng_state=False))
-    rope = model.rope_table[: shape[1]].to(dtype)
+    others = [tensor.to(dtype) for tensor in parts.block_inputs(shape[1])]
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     with LiveBytes() as live:
         for block in blocks:
-            x = block(x, rope)
+            x = block(x, *others)
         saved = live.now
         x.backward(torch.empty_like(x))
     return saved, live.peak
 
 
-def _head(model: nn.Module, config: JobConfig) -> int:
+def _head(parts: Parts, config: JobConfig) -> int:
     """Most bytes from the last block's output on, before tensor parallelism."""
     dtype = DTYPES[config.training.mixed_precision_param]
-    x = torch.empty(_shape(model, config), dtype=dtype, device="meta", requires_grad=True)
-    norm, output = _copy_on_meta(model.norm, dtype), _copy_on_meta(model.output, dtype)
+    x = torch.empty(_shape(parts, config), dtype=dtype, device="meta", requires_grad=True)
+    norm, output = _copy_on_meta(parts.norm, dtype), _copy_on_meta(parts.head, dtype)
     labels = torch.empty(x.shape[:2], dtype=torch.int64, device="meta")
     if config.compile.enable and "loss" in config.compile.components:
         # The compiled loss keeps the logits alone, and its backward writes their gradient.

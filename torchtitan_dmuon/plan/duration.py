@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_dmuon.config import JobConfig
-from torchtitan_dmuon.flops import num_flops_per_token, num_matmul_parameters
+from torchtitan_dmuon.families import get_model_spec
 from torchtitan_dmuon.plan.layout import Layout
 
 _SECONDS_A_DAY = 86_400
@@ -18,7 +18,7 @@ class Assumptions:
 
     Attributes:
         gpu_gib: memory of a GPU in GiB; 80 is an H100's.
-        peak_tflops: dense bf16 TFLOP/s of a GPU; 989 is an H100's or H200's (``torchtitan_dmuon/flops.py``).
+        peak_tflops: dense bf16 TFLOP/s of a GPU; 989 is an H100's or H200's (``torchtitan_dmuon/peak_flops.py``).
         mfu: the share of them that forward and backward reach.
         ns_tflops: of Newton-Schulz on stacks of matrices, measured (``scripts/notes/scaling.md``).
         ns_tflops_alone: the same where an owner has one or two matrices.
@@ -61,14 +61,8 @@ def plan_duration(
 ) -> dict[str, float]:
     """``tokens`` and model ``flops`` of the run, ``step_seconds`` of forward and backward, and ``days`` of all steps,
     each with ``ns_seconds`` of Newton-Schulz."""
-    per_token = num_flops_per_token(
-        num_matmul_parameters(layout.model),
-        n_layers=model_args.n_layers,
-        n_heads=model_args.n_heads,
-        qk_dim=model_args.head_dim,
-        v_dim=model_args.head_dim,
-        seq_len=config.training.seq_len,
-    )
+    family = get_model_spec(config.model.name)
+    per_token = family.flops_per_token(layout.model, model_args, config.training.seq_len)
     steps = config.training.steps
     seconds = tokens_per_step * per_token / (layout.ranks * assumed.peak_tflops * 1e12 * assumed.mfu)
     return {

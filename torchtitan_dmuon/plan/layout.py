@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import math
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torchtitan_dmuon.dmuon.ownership.spec import ParamSpec, chunk_bounds
 from torchtitan_dmuon.dmuon.runtime.pack import Pack
 from torchtitan_dmuon.dmuon.runtime.param import DedicatedParam
 from torchtitan_dmuon.dmuon.transport.grid import Grid
-from torchtitan_dmuon.families import ModelSpec, get_model_spec
+from torchtitan_dmuon.families import ModelSpec, Parts, get_model_spec
 from torchtitan_dmuon.parallel import ParallelDims
 from torchtitan_dmuon.parallel.parallelize import dedication, plan_dedication, uses_loss_parallel
 
@@ -59,6 +58,7 @@ class Layout:
     """The whole model on meta, and who owns what of it.
 
     Attributes:
+        parts: modules of the model.
         dims: ranks of each kind of parallelism; slots are counted as in ``dmuon``'s grid.
         params: with owners, in model order; none under AdamW.
         sharded: those that FSDP2 shards, with the dimension that tensor parallelism cuts.
@@ -67,6 +67,7 @@ class Layout:
     """
 
     model: nn.Module
+    parts: Parts
     dims: ParallelDims
     params: tuple[PlannedParam, ...]
     sharded: dict[str, tuple[nn.Parameter, int | None]]
@@ -109,12 +110,12 @@ def build_layout(config: JobConfig, model_args: Any, dims: ParallelDims) -> Layo
     spec = get_model_spec(config.model.name)
     with torch.device("meta"):
         model = spec.build(model_args)
-    named = dict(model.named_parameters())
+    named, parts = dict(model.named_parameters()), spec.parts(model)
     cut = tensor_parallel_dims(model, spec, uses_loss_parallel(config)) if dims.tp > 1 else {}
     if config.optimizer.name != "DMuon":
         sharded = {name: (param, cut.get(name)) for name, param in named.items()}
-        return Layout(model, dims, (), sharded, (), None)
-    arguments = dedication(model, plan_dedication(model, config.dmuon), config)
+        return Layout(model, parts, dims, (), sharded, (), None)
+    arguments = dedication(model, plan_dedication(model, config.dmuon), spec, config)
     try:
         selection = select(model, arguments["predicate"], arguments["reasons"])
         specs = resolve_specs(selection, arguments["param_policy"], arguments["route_hint_fn"], matrix_layouts(model))
@@ -137,18 +138,19 @@ def build_layout(config: JobConfig, model_args: Any, dims: ParallelDims) -> Layo
         flops = tuple(cost.flops for cost in costs[fqn])
         params.append(PlannedParam(specs[fqn], named[fqn], cut.get(fqn), boundaries[fqn], owned, flops))
     sharded = {name: (param, cut.get(name)) for name, param in named.items() if name not in specs}
-    return Layout(model, dims, tuple(params), sharded, tuple(decided.casts), assignment)
+    return Layout(model, parts, dims, tuple(params), sharded, tuple(decided.casts), assignment)
 
 
 def tensor_parallel_dims(model: nn.Module, spec: ModelSpec, loss_parallel: bool) -> dict[str, int]:
     """The dimension along which tensor parallelism cuts each parameter that it cuts, by name."""
-    outside, block = spec.tensor_parallel_plan(loss_parallel)
-    modules = dict(model.named_modules())
+    outside, in_blocks = spec.tensor_parallel_plan(model.args, loss_parallel)
+    names = {module: name for name, module in model.named_modules()}
     found: dict[str, int] = {}
-    for pattern, style in [*outside.items(), *((f"layers.*.{name}", style) for name, style in block.items())]:
-        for name in fnmatch.filter(modules, pattern):
-            if (dim := _cut_dim(modules[name], style)) is not None:
-                found |= {f"{name}.{leaf}": dim for leaf, param in modules[name].named_parameters() if param.ndim == 2}
+    for root, plan in [(model, outside), *zip(spec.parts(model).blocks, in_blocks, strict=True)]:
+        for module, style in ((root.get_submodule(name), style) for name, style in plan.items()):
+            if (dim := _cut_dim(module, style)) is not None:
+                leaves = [leaf for leaf, param in module.named_parameters() if param.ndim == 2]
+                found |= {f"{names[module]}.{leaf}": dim for leaf in leaves}
     named = dict(model.named_parameters())  # a tied parameter has the name that comes first
     return {name: dim for name, dim in found.items() if name in named}
 

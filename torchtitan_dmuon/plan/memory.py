@@ -187,13 +187,14 @@ class _Fsdp:
 
     def __init__(self, layout: Layout, config: JobConfig) -> None:
         self._columns, self._shards = layout.dims.tp, layout.dims.dp_shard
-        model = layout.model
-        tied = model.output.weight is model.tok_embeddings.weight
+        parts = layout.parts
+        tied = parts.is_tied
+        places = {} if tied else {id(p): "head" for part in (parts.norm, parts.head) for p in part.parameters()}
+        for index, block in enumerate(parts.blocks):
+            places |= {id(param): str(index) for param in block.parameters()}
         groups: dict[str, list[tuple[nn.Parameter, int | None]]] = defaultdict(list)
-        for name, entry in layout.sharded.items():
-            parts = name.split(".")
-            outside = "head" if parts[0] in ("norm", "output") and not tied else "embedding"
-            groups[".".join(parts[:2]) if parts[0] == "layers" else outside].append(entry)
+        for entry in layout.sharded.values():
+            groups[places.get(id(entry[0]), "embedding")].append(entry)
         size = {name: sum(map(self._elements, params)) for name, params in groups.items()}
         shard = {name: sum(map(self._sharded, params)) for name, params in groups.items()}
         param = DTYPES[config.training.mixed_precision_param].itemsize

@@ -29,7 +29,7 @@ def make_plan(config: JobConfig, model_args: Any, dims: ParallelDims, assumed: A
     sequences = training.local_batch_size * dims.dp_size
     micro_batches = 1 if training.global_batch_size == -1 else training.global_batch_size // sequences
     tokens_per_step = micro_batches * sequences * training.seq_len
-    memory = plan_memory(layout, config, plan_activations(layout.model, config), micro_batches)
+    memory = plan_memory(layout, config, plan_activations(layout.parts, config), micro_batches)
     owners = newton_schulz = None
     lanes: dict[str, Any] = {}
     if layout.params:
