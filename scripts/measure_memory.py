@@ -136,7 +136,7 @@ def _size(tensors: Any) -> int:
 def plan_rank(config: JobConfig, ranks: int, rank: int) -> Memory:
     examined = examine(config, ranks, Problems(), only_model=True)
     layout = build_layout(config, examined.model_args, examined.dims)
-    return plan_memory(layout, config, plan_activations(layout.model, config), 1, slot=rank)
+    return plan_memory(layout, config, plan_activations(layout.parts, config), 1, slot=rank)
 
 
 def compare(memory: Memory, found: dict[str, int], on_cuda: bool) -> dict[str, list[int]]:

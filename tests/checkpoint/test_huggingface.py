@@ -166,11 +166,14 @@ def test_last_save(run, tmp_path, in_hf):
         assert {t.dtype for t in weights.values()} == {torch.bfloat16}
         assert all(name.startswith("model.") for name in weights)
         exported = logits(our_model(weights))
-    # The full checkpoint of the step before is still the one to go on from, and gives the last step again.
     again = train(2, *tiny(run, job__dump_folder=tmp_path / "out", training__steps=3))
-    assert again.codes == [0, 0] and list(again.steps) == [3], again.output
-    assert "it holds only weights" in again.output
-    full = our_model({n: t.to(torch.bfloat16) for n, t in read_checkpoint(last).items() if n.startswith("model.")})
+    assert again.codes == [0, 0] and not again.steps, again.output
+    assert "it holds only weights" in again.output and "Nothing to do: step 3 of 3 is done" in again.output
+    # The same run with a full checkpoint at its end.
+    whole = train(2, *tiny(run, job__dump_folder=tmp_path / "full", training__steps=3))
+    assert whole.codes == [0, 0], whole.output
+    state = read_checkpoint(tmp_path / "full/checkpoint/step-3")
+    full = our_model({n: t.to(torch.bfloat16) for n, t in state.items() if n.startswith("model.")})
     torch.testing.assert_close(exported, logits(full), atol=2e-5, rtol=1e-5)
 
 

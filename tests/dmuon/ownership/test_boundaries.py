@@ -46,7 +46,7 @@ def test_a_predicate_without_a_signature_is_told():
     with pytest.raises(
         ValueError, match=r"^hook_boundary_predicate: no signature found .*; wrap it in lambda module: "
     ):
-        hook_boundaries(ToyModel(), {"embed.weight": ["embed.weight"]}, vars, strict=True)
+        hook_boundaries(ToyModel(), {"embed.weight": ["embed.weight"]}, max, strict=True)
 
 
 def spec(fqn, **values):
