@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -16,19 +17,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan_dmuon.config import JobConfig
 from torchtitan_dmuon.config.job_config import ActivationCheckpoint
 from torchtitan_dmuon.families import Parts
 from torchtitan_dmuon.loss import cross_entropy_sum
-from torchtitan_dmuon.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_dmuon.parallel.activation_checkpoint import Checkpointed, apply_activation_checkpointing
 from torchtitan_dmuon.parallel.parallelize import DTYPES, uses_loss_parallel
-
-# A compiled block keeps what selective checkpointing by operation keeps: results of products and of attention.
-_LIKE_COMPILED = ActivationCheckpoint(mode="selective", selective_ac_option="op")
 
 _HALF_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 _FLOAT_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# A compiled block is taken to keep its input and the results of these; the rest is cheap to fuse into backward.
+_KEPT_COMPILED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+_KEPT_COMPILED += [_HALF_ATTENTION.default, _FLOAT_ATTENTION.default]
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,11 @@ def plan_activations(parts: Parts, config: JobConfig) -> Activations:
     """Those of one micro-batch of ``config`` on a rank. ``parts`` are those of a plain model on meta."""
     checkpointing, compiled = config.activation_checkpoint, config.compile
     columns = config.parallelism.tensor_parallel_degree
-    if compiled.enable and "model" in compiled.components and checkpointing.mode == "none":
-        checkpointing = _LIKE_COMPILED
+    fused = compiled.enable and "model" in compiled.components and checkpointing.mode == "none"
     layers, every = len(parts.blocks), 1
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op":
         every, checkpointing = int(checkpointing.selective_ac_option), dataclasses.replace(checkpointing, mode="full")
-    saved, recomputed = _block(parts, config, checkpointing)
+    saved, recomputed = _block(parts, config, checkpointing, fused)
     total = layers * saved
     if every > 1:
         plain = _block(parts, config, dataclasses.replace(checkpointing, mode="none"))
@@ -136,12 +137,14 @@ def _shape(parts: Parts, config: JobConfig) -> tuple[int, int, int]:
     return config.training.local_batch_size, config.training.seq_len, parts.head.in_features
 
 
-def _block(parts: Parts, config: JobConfig, checkpointing: ActivationCheckpoint) -> tuple[int, int]:
+def _block(
+    parts: Parts, config: JobConfig, checkpointing: ActivationCheckpoint, fused: bool = False
+) -> tuple[int, int]:
     """(saved by one block, most beside the saved bytes in its backward), on a tensor-parallel rank."""
     dtype = DTYPES[config.training.mixed_precision_param]
     shape, columns = _shape(parts, config), config.parallelism.tensor_parallel_degree
     full = math.prod(shape) * dtype.itemsize  # one activation of the model's width
-    both = [_run_blocks(parts, count, shape, dtype, checkpointing) for count in (1, 2)]
+    both = [_run_blocks(parts, count, shape, dtype, None if fused else checkpointing) for count in (1, 2)]
     saved = both[1][0] - both[0][0]
     recomputed = both[1][1] - both[1][0]
     if columns > 1:
@@ -155,12 +158,20 @@ def _block(parts: Parts, config: JobConfig, checkpointing: ActivationCheckpoint)
 
 
 def _run_blocks(
-    parts: Parts, count: int, shape: tuple[int, int, int], dtype: torch.dtype, checkpointing: ActivationCheckpoint
+    parts: Parts,
+    count: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    checkpointing: ActivationCheckpoint | None,
 ) -> tuple[int, int]:
-    """(bytes saved by ``count`` blocks after forward, most bytes until the end of backward)."""
+    """(bytes saved by ``count`` blocks after forward, most bytes until the end of backward). Without ``checkpointing``
+    they are compiled blocks."""
     blocks = nn.ModuleList(_BlockOnMeta(_copy_on_meta(parts.blocks[0], dtype), dtype) for _ in range(count))
-    # There is no random state on meta.
-    apply_activation_checkpointing(blocks, dataclasses.replace(checkpointing, preserve_rng_state=False))
+    if checkpointing is None:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT_COMPILED)
+        blocks = [Checkpointed(block, context_fn=contexts, preserve_rng_state=False) for block in blocks]
+    else:  # there is no random state on meta
+        apply_activation_checkpointing(blocks, dataclasses.replace(checkpointing, preserve_rng_state=False))
     others = [tensor.to(dtype) for tensor in parts.block_inputs(shape[1])]
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     with LiveBytes() as live:
